@@ -14,7 +14,8 @@ IMPORTS = """
 import importlib, pkgutil
 import shotcast
 for module in pkgutil.walk_packages(shotcast.__path__, "shotcast."):
-    if "triton" not in module.name.split("."):
+    extends_another_program = ".vllm_" in module.name or module.name.endswith(".ray_group")
+    if "triton" not in module.name.split(".") and not extends_another_program:
         importlib.import_module(module.name)
 """
 GENERATES = """

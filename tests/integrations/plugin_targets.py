@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 import shotcast
 from shotcast.collectives import reference
-from shotcast.integrations import tensor_parallel, vllm_platform
+from shotcast.integrations import tensor_parallel
+from shotcast.integrations.vllm import WORKER_CLASS, WORKER_CLASS_OF_VLLM
 
 
 class _Logged(logging.Handler):
@@ -61,12 +62,12 @@ def _fusions(size: int, *names: str, elastic: bool = False) -> list[bool]:
     config = types.SimpleNamespace(
         compilation_config=types.SimpleNamespace(pass_config=passes),
         parallel_config=types.SimpleNamespace(
-            tensor_parallel_size=size, enable_elastic_ep=elastic, worker_cls=vllm_platform.WORKER_OF_VLLM
+            tensor_parallel_size=size, enable_elastic_ep=elastic, worker_cls=WORKER_CLASS_OF_VLLM
         ),
     )
     current_platform.check_and_update_config(config)
     assert config.checked
-    ours = config.parallel_config.worker_cls == vllm_platform.WORKER
+    ours = config.parallel_config.worker_cls == WORKER_CLASS
     assert ours == (size > 1 and not elastic)
     return [getattr(passes, name) for name in names]
 

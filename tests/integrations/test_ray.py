@@ -21,7 +21,7 @@ from ray_targets import Rank
 import shotcast
 from shotcast.integrations import ray_meeting
 from shotcast.integrations.ray import register
-from shotcast.integrations.ray_group import group_class
+from shotcast.integrations.ray_group import ShotcastGroup
 from shotcast.integrations.ray_meeting import ActorMeeting
 
 TIMEOUT_S = 30.0
@@ -215,16 +215,16 @@ def test_the_store_listens_on_the_address_of_the_node_alone(cluster: None) -> No
 
 
 def test_registering_twice_changes_the_deadline() -> None:
-    before = group_class().timeout_s
+    before = ShotcastGroup.timeout_s
     try:
         register(3.0)
         register(5)
-        assert group_class().timeout_s == 5.0
+        assert ShotcastGroup.timeout_s == 5.0
         assert collective.is_backend_available("shotcast")
         with pytest.raises(shotcast.ConfigError, match="above 0, not 0"):
             register(0)
     finally:
-        group_class().timeout_s = before
+        ShotcastGroup.timeout_s = before
 
 
 def test_an_older_ray_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

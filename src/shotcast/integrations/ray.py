@@ -54,11 +54,11 @@ def register(timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         raise UnsupportedError(f"{why}{install}")
     from ray.util.collective import backend_registry
 
-    from shotcast.integrations.ray_group import group_class
+    from shotcast.integrations.ray_group import ShotcastGroup
 
-    group_class().timeout_s = float(timeout_s)
+    ShotcastGroup.timeout_s = float(timeout_s)
     try:
-        backend_registry.register_collective_backend(BACKEND, group_class())
+        backend_registry.register_collective_backend(BACKEND, ShotcastGroup)
     except ValueError as error:
         if "already registered" not in str(error):
             raise

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
-import pkgutil
 
 from shotcast import env
 from shotcast.errors import ConfigError
@@ -48,7 +48,8 @@ EXPECTED = (
     Expected(WORKER, "Worker.sleep", ("self", "level"), whole=True),
     Expected(WORKER, "Worker.wake_up", ("self", "tags"), whole=True),
 )
-PLATFORM = "shotcast.integrations.vllm_platform.ShotcastCudaPlatform"
+PLATFORM = "shotcast.integrations.vllm_platform"
+WORKER_CLASS, WORKER_CLASS_OF_VLLM = "shotcast.integrations.vllm_worker.ShotcastWorker", f"{WORKER}.Worker"
 
 
 def unsupported_reason() -> str:
@@ -69,16 +70,14 @@ def register() -> str | None:
     try:
         if not env.vllm():
             return None
-        if why := unsupported_reason():
-            logger.warning("the plug-in of shotcast is off, and vLLM as without it: %s", why)
-            return None
-        from vllm.platforms import cuda_platform_plugin
+        if not (why := unsupported_reason()):
+            from vllm.platforms import cuda_platform_plugin
 
-        if cuda_platform_plugin() is None:
-            logger.warning("the plug-in of shotcast is off, and vLLM as without it: vLLM finds no GPU of NVIDIA")
-            return None
-        pkgutil.resolve_name(PLATFORM)  # now, as what it raises later would end vLLM
+            if cuda_platform_plugin() is not None:
+                importlib.import_module(PLATFORM)  # now, as what it raises later would end vLLM
+                return f"{PLATFORM}.ShotcastCudaPlatform"
+            why = "vLLM finds no GPU of NVIDIA"
     except Exception as error:
-        logger.warning("the plug-in of shotcast is off, and vLLM as without it: %s", error)
-        return None
-    return PLATFORM
+        why = str(error)
+    logger.warning("the plug-in of shotcast is off, and vLLM as without it: %s", why)
+    return None

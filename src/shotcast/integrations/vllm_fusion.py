@@ -3,15 +3,22 @@
 vLLM compiles a model into graphs and runs passes over them. Its fusion pass replaces the two operators with a
 FlashInfer kernel, which bypasses the communicator. Our pass takes its place, and replaces them with an operator that
 calls our communicator at every number of tokens.
+
+Importing it needs vLLM.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 from typing import Any
 
 import torch
+import torch._inductor.pattern_matcher as pattern_matcher  # it sets variables of the environment
+from vllm.compilation.passes import pass_manager
+from vllm.compilation.passes.inductor_pass import enable_fake_mode
+from vllm.compilation.passes.vllm_inductor_pass import VllmInductorPass, VllmPatternMatcherPass
+from vllm.distributed import get_tp_group, tensor_model_parallel_all_reduce
+from vllm.ir import ops as norms
 
 from shotcast.integrations.tensor_parallel import TensorParallelSums
 
@@ -29,15 +36,11 @@ def _norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum ``x`` [..., hidden] over vLLM's tensor-parallel group. Return ``(normed, new_residual)`` as new tensors."""
-    from vllm.distributed import get_tp_group
-
     group = get_tp_group()
     sums = _sums(group)
     if sums is not None and sums.serves(x):
         return sums.all_reduce_rms_norm(x.contiguous(), residual.contiguous(), weight, eps)
-    import vllm.ir
-
-    normed, new = vllm.ir.ops.fused_add_rms_norm(group.device_communicator.all_reduce(x), residual, weight, eps)
+    normed, new = norms.fused_add_rms_norm(group.device_communicator.all_reduce(x), residual, weight, eps)
     return normed, new
 
 
@@ -45,8 +48,6 @@ def _norm_fp8(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run :func:`_norm`, with ``normed`` in FP8 by the ``scale`` of its layer, one float32."""
-    from vllm.distributed import get_tp_group
-
     sums = _sums(get_tp_group())
     if sums is not None and sums.serves(x):
         return sums.all_reduce_rms_norm_fp8(x.contiguous(), residual.contiguous(), weight, scale, eps)
@@ -64,21 +65,6 @@ def _shapes_fp8(x: torch.Tensor, residual: torch.Tensor, *_: Any) -> tuple[torch
     return torch.empty_like(x, dtype=torch.float8_e4m3fn), torch.empty_like(residual)
 
 
-@functools.cache
-def _library() -> torch.library.Library:
-    """Define the operators, which are opaque to compilers."""
-    library = torch.library.Library("shotcast_vllm", "DEF")
-    tensors = "Tensor x, Tensor residual, Tensor weight"
-    for name, more, real, fake in (
-        ("all_reduce_rms_norm", "", _norm, _shapes),
-        ("all_reduce_rms_norm_fp8", ", Tensor scale", _norm_fp8, _shapes_fp8),
-    ):
-        library.define(f"{name}({tensors}{more}, float eps) -> (Tensor, Tensor)")
-        library.impl(name, real, "CompositeExplicitAutograd")
-        library.impl(name, fake, "Meta")
-    return library
-
-
 def install(config: Any) -> None:
     """Make vLLM's passes in this process use our pass wherever its tensor-parallel group has our sums.
 
@@ -86,11 +72,8 @@ def install(config: Any) -> None:
         config: vLLM's configuration, which loses the compile range that begins where vLLM's pass would end: norms in
             graphs of different ranges use kernels whose bits may differ. None if there is none.
     """
-    from vllm.compilation.passes import pass_manager
-
     own = pass_manager.AllReduceFusionPass
     if not isinstance(own, _Chosen):
-        _pass()  # now, as what it raises later would end vLLM
         pass_manager.AllReduceFusionPass = _Chosen(own)
     if config is None or config.model_config is None:
         return
@@ -109,99 +92,87 @@ class _Chosen:
         self._own = own
 
     def __call__(self, config: Any) -> Any:
-        from vllm.distributed import get_tp_group
-
         if _sums(get_tp_group()) is None:
             return self._own(config)
-        return _pass()(config)
+        return ShotcastFusionPass(config)
 
 
-@functools.cache
-def _pass() -> type:
-    """Return our pass class, which derives from vLLM's."""
-    import torch._inductor.pattern_matcher as pattern_matcher  # it sets variables of the environment
-    import vllm.ir
-    from vllm.compilation.passes.inductor_pass import enable_fake_mode
-    from vllm.compilation.passes.vllm_inductor_pass import VllmInductorPass, VllmPatternMatcherPass
-    from vllm.distributed import tensor_model_parallel_all_reduce
+class ShotcastFusionPass(VllmPatternMatcherPass):
+    """Replaces sums followed by a norm, with or without a residual and quantization by a layer scale."""
 
-    _library()
-    ours, norms = torch.ops.shotcast_vllm, vllm.ir.ops
+    def __init__(self, config: Any):
+        super().__init__(config)
+        self.patterns = pattern_matcher.PatternMatcherPass(pass_name="shotcast_all_reduce_rms_norm")
+        self._register()
+        self.dump_patterns(config, self.patterns)
 
-    class ShotcastFusionPass(VllmPatternMatcherPass):
-        """Replaces sums followed by a norm, with or without a residual and quantization by a layer scale."""
+    @enable_fake_mode
+    def _register(self) -> None:
+        x, weight = self._like(5, 16), self._like(16)
+        for eps in EPSILONS:
+            if (quantize := _quantizer()) is not None:
+                scale = torch.empty(1, 1, dtype=torch.float32, device=self.device)
+                self._replace(*_quantized_with_residual(eps, quantize), [x, x.clone(), weight, scale])
+                self._replace(*_quantized(eps, quantize), [x, weight, scale])
+            self._replace(*_with_residual(eps), [x, x.clone(), weight])
+            self._replace(*_alone(eps), [x, weight])
+            pattern_matcher._seen_patterns.clear()  # or the patterns of the other epsilon would count as seen
 
-        def __init__(self, config: Any):
-            super().__init__(config)
-            self.patterns = pattern_matcher.PatternMatcherPass(pass_name="shotcast_all_reduce_rms_norm")
-            self._register()
-            self.dump_patterns(config, self.patterns)
+    def _like(self, *shape: int) -> torch.Tensor:
+        return torch.empty(*shape, dtype=self.model_dtype, device=self.device)
 
-        @enable_fake_mode
-        def _register(self) -> None:
-            x, weight = self._like(5, 16), self._like(16)
-            for eps in EPSILONS:
-                if (quantize := _quantizer()) is not None:
-                    scale = torch.empty(1, 1, dtype=torch.float32, device=self.device)
-                    self._replace(*_quantized_with_residual(eps, quantize), [x, x.clone(), weight, scale])
-                    self._replace(*_quantized(eps, quantize), [x, weight, scale])
-                self._replace(*_with_residual(eps), [x, x.clone(), weight])
-                self._replace(*_alone(eps), [x, weight])
-                pattern_matcher._seen_patterns.clear()  # or the patterns of the other epsilon would count as seen
+    def _replace(self, pattern: Any, replacement: Any, inputs: list[torch.Tensor]) -> None:
+        pattern_matcher.register_replacement(
+            pattern, replacement, inputs, pattern_matcher.fwd_only, self.patterns, extra_check=_weight_like_input
+        )
 
-        def _like(self, *shape: int) -> torch.Tensor:
-            return torch.empty(*shape, dtype=self.model_dtype, device=self.device)
+    @VllmInductorPass.time_and_log
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        self.matched_count = self.patterns.apply(graph)
 
-        def _replace(self, pattern: Any, replacement: Any, inputs: list[torch.Tensor]) -> None:
-            pattern_matcher.register_replacement(
-                pattern, replacement, inputs, pattern_matcher.fwd_only, self.patterns, extra_check=_weight_like_input
-            )
 
-        @VllmInductorPass.time_and_log
-        def __call__(self, graph: torch.fx.Graph) -> None:
-            self.matched_count = self.patterns.apply(graph)
+def _with_residual(eps: float) -> tuple[Any, Any]:
+    def pattern(x: Any, residual: Any, weight: Any) -> Any:
+        return norms.fused_add_rms_norm(tensor_model_parallel_all_reduce(x), residual, weight, eps)
 
-    def _with_residual(eps: float) -> tuple[Any, Any]:
-        def pattern(x: Any, residual: Any, weight: Any) -> Any:
-            return norms.fused_add_rms_norm(tensor_model_parallel_all_reduce(x), residual, weight, eps)
+    def replacement(x: Any, residual: Any, weight: Any) -> Any:
+        return torch.ops.shotcast_vllm.all_reduce_rms_norm(x, residual, weight, eps)
 
-        def replacement(x: Any, residual: Any, weight: Any) -> Any:
-            return ours.all_reduce_rms_norm(x, residual, weight, eps)
+    return pattern, replacement
 
-        return pattern, replacement
 
-    def _alone(eps: float) -> tuple[Any, Any]:
-        def pattern(x: Any, weight: Any) -> Any:
-            total = tensor_model_parallel_all_reduce(x)
-            return norms.rms_norm(total, weight, eps), total
+def _alone(eps: float) -> tuple[Any, Any]:
+    def pattern(x: Any, weight: Any) -> Any:
+        total = tensor_model_parallel_all_reduce(x)
+        return norms.rms_norm(total, weight, eps), total
 
-        def replacement(x: Any, weight: Any) -> Any:
-            return ours.all_reduce_rms_norm(x, torch.zeros_like(x), weight, eps)
+    def replacement(x: Any, weight: Any) -> Any:
+        return torch.ops.shotcast_vllm.all_reduce_rms_norm(x, torch.zeros_like(x), weight, eps)
 
-        return pattern, replacement
+    return pattern, replacement
 
-    def _quantized_with_residual(eps: float, quantize: Any) -> tuple[Any, Any]:
-        def pattern(x: Any, residual: Any, weight: Any, scale: Any) -> Any:
-            total = tensor_model_parallel_all_reduce(x)
-            normed, new = norms.fused_add_rms_norm(total, residual, weight, eps)
-            return quantize(normed, scale)[0], new
 
-        def replacement(x: Any, residual: Any, weight: Any, scale: Any) -> Any:
-            return ours.all_reduce_rms_norm_fp8(x, residual, weight, scale, eps)
+def _quantized_with_residual(eps: float, quantize: Any) -> tuple[Any, Any]:
+    def pattern(x: Any, residual: Any, weight: Any, scale: Any) -> Any:
+        total = tensor_model_parallel_all_reduce(x)
+        normed, new = norms.fused_add_rms_norm(total, residual, weight, eps)
+        return quantize(normed, scale)[0], new
 
-        return pattern, replacement
+    def replacement(x: Any, residual: Any, weight: Any, scale: Any) -> Any:
+        return torch.ops.shotcast_vllm.all_reduce_rms_norm_fp8(x, residual, weight, scale, eps)
 
-    def _quantized(eps: float, quantize: Any) -> tuple[Any, Any]:
-        def pattern(x: Any, weight: Any, scale: Any) -> Any:
-            total = tensor_model_parallel_all_reduce(x)
-            return quantize(norms.rms_norm(total, weight, eps), scale)[0], total
+    return pattern, replacement
 
-        def replacement(x: Any, weight: Any, scale: Any) -> Any:
-            return ours.all_reduce_rms_norm_fp8(x, torch.zeros_like(x), weight, scale, eps)
 
-        return pattern, replacement
+def _quantized(eps: float, quantize: Any) -> tuple[Any, Any]:
+    def pattern(x: Any, weight: Any, scale: Any) -> Any:
+        total = tensor_model_parallel_all_reduce(x)
+        return quantize(norms.rms_norm(total, weight, eps), scale)[0], total
 
-    return ShotcastFusionPass
+    def replacement(x: Any, weight: Any, scale: Any) -> Any:
+        return torch.ops.shotcast_vllm.all_reduce_rms_norm_fp8(x, torch.zeros_like(x), weight, scale, eps)
+
+    return pattern, replacement
 
 
 def _quantizer() -> Any:
@@ -218,3 +189,14 @@ def _quantizer() -> Any:
 def _weight_like_input(match: Any) -> bool:
     """Return whether the weight has the dtype of the normalized tensor, as our kernels require."""
     return bool(match.kwargs["weight"].meta["val"].dtype == match.kwargs["x"].meta["val"].dtype)
+
+
+_library = torch.library.Library("shotcast_vllm", "DEF")
+"""The operators, which are opaque to compilers."""
+for _name, _more, _real, _fake in (
+    ("all_reduce_rms_norm", "", _norm, _shapes),
+    ("all_reduce_rms_norm_fp8", ", Tensor scale", _norm_fp8, _shapes_fp8),
+):
+    _library.define(f"{_name}(Tensor x, Tensor residual, Tensor weight{_more}, float eps) -> (Tensor, Tensor)")
+    _library.impl(_name, _real, "CompositeExplicitAutograd")
+    _library.impl(_name, _fake, "Meta")
