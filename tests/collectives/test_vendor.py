@@ -166,7 +166,7 @@ def test_nccl_registers_no_memory_of_graphs_unless_it_is_told_to(
     monkeypatch: pytest.MonkeyPatch, given: str | None, found: str
 ) -> None:
     """The tests of GPUs show why: ``test_graphs_read_memory_at_an_address_that_another_had``."""
-    made = functools.partial(torch_private.inner_nccl, None, 0, 1, timedelta(1), None, None)
+    made = functools.partial(torch_private.inner_nccl, None, 0, 1, timedelta(1), None)
     for use in (nccl_library.library.__wrapped__, made):
         monkeypatch.setenv("NCCL_GRAPH_REGISTER", given or "")
         if given is None:

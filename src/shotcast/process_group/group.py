@@ -74,14 +74,7 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
         self._failures = FailureWatch(dist.PrefixStore("processes", self._shared_store), rank, world_size)
         use_interface()
         kinds = dist.ProcessGroup.BackendType
-        gloo = torch_private.inner_gloo(
-            self._part("gloo"),
-            rank,
-            world_size,
-            timeout,
-            weakref.WeakMethod(self._take_timeout),
-            weakref.WeakMethod(self._allocate),
-        )
+        gloo = torch_private.inner_gloo(self._part("gloo"), rank, world_size, timeout, weakref.ref(self))
         self._inners: dict[str, Any] = {"cpu": gloo}
         self._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
         if torch_private.has_nccl() and not gpus_are_shared():
@@ -107,9 +100,7 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
 
     def _nccl(self, name: str, rank: int, world_size: int) -> Any:
         ranks = self._part(name), rank, world_size
-        told: torch_private.Told = weakref.WeakMethod(self._take_timeout)
-        allocate: torch_private.Allocate = weakref.WeakMethod(self._allocate)
-        return torch_private.inner_nccl(*ranks, self._timeout, told, allocate, self._nccl_options)
+        return torch_private.inner_nccl(*ranks, self._timeout, weakref.ref(self), self._nccl_options)
 
     # -- what it is ---------------------------------------------------------------------------------------------------
 

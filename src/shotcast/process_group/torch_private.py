@@ -25,10 +25,6 @@ from torch.utils import _python_dispatch, _pytree
 
 from shotcast.collectives.vendor.nccl_library import keep_graphs_from_registering
 
-Told = weakref.WeakMethod[Callable[[timedelta], None]]
-"""A weak reference to a method that is notified of a timeout."""
-Allocate = weakref.WeakMethod[Callable[[int, torch.dtype, torch.device], torch.Tensor]]
-"""A weak reference to a method that allocates a tensor of a number of elements."""
 ProcessGroup: Any = c10d.ProcessGroup
 """The base of process groups, which PyTorch types more strictly than it requires."""
 Work: Any = c10d.Work
@@ -146,55 +142,41 @@ def _message_of(op: Any) -> tuple[str, torch.Tensor, int, int]:
     return "send" if op.op is dist.isend else "recv", plain(x), op.group_peer, op.tag
 
 
-def inner_gloo(
-    store: dist.Store, rank: int, world_size: int, timeout: timedelta, told: Told, allocate: Allocate
-) -> Any:
+def inner_gloo(store: dist.Store, rank: int, world_size: int, timeout: timedelta, owner: Callable[[], Any]) -> Any:
     """Create a Gloo group. Collective.
 
-    ``told`` is called with the timeouts that PyTorch sets for the group; ``allocate`` creates tensors that PyTorch
-    requests, for example in FSDP2.
+    ``owner`` returns the process group around it, or None at its end: its ``_take_timeout`` is called with the timeouts
+    that PyTorch sets for the inner group, and ``_allocate`` for tensors that PyTorch requests, for example in FSDP2.
     """
     made = _InnerGloo(store, rank, world_size, timeout)
-    made.told, made.allocate = told, allocate
+    made.owner = owner
     return made
 
 
-def _tell(told: Told, timeout: timedelta) -> None:
-    method = told()
-    if method is not None:
-        method(timeout)
+class _Inner:
+    """The shared part of inner groups, which goes before their library's class."""
 
-
-class _InnerGloo(c10d.ProcessGroupGloo):
-    told: Told
-    allocate: Allocate
-    options: Any = None  # PyTorch copies those of a group that it splits, and cannot copy those of Gloo
+    owner: Callable[[], Any]
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
-        super()._set_default_timeout(timeout)
-        _tell(self.told, timeout)
+        super()._set_default_timeout(timeout)  # type: ignore[misc]
+        if (owner := self.owner()) is not None:
+            owner._take_timeout(timeout)
+
+    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        tensor: torch.Tensor = self.owner()._allocate(size, dtype, device)
+        return tensor
+
+
+class _InnerGloo(_Inner, c10d.ProcessGroupGloo):
+    options: Any = None  # PyTorch copies those of a group that it splits, and cannot copy those of Gloo
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         return device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_available())
 
-    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return _allocated(self.allocate, size, dtype, device)
-
-
-def _allocated(allocate: Allocate, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    method = allocate()
-    assert method is not None
-    return method(size, dtype, device)
-
 
 def inner_nccl(
-    store: dist.Store,
-    rank: int,
-    world_size: int,
-    timeout: timedelta,
-    told: Told,
-    allocate: Allocate,
-    options: Any = None,
+    store: dist.Store, rank: int, world_size: int, timeout: timedelta, owner: Callable[[], Any], options: Any = None
 ) -> Any:
     """Create an NCCL group, whose ranks connect on their first call; arguments as for :func:`inner_gloo`.
 
@@ -204,7 +186,7 @@ def inner_nccl(
     options = c10d.ProcessGroupNCCL.Options() if options is None else options
     options._timeout = timeout
     made = _nccl_class()(store, rank, world_size, options)
-    made.told, made.allocate = told, allocate
+    made.owner = owner
     return made
 
 
@@ -213,21 +195,11 @@ def _nccl_class() -> Any:
     """Return the class of inner NCCL groups, which CPU builds lack."""
     base: Any = c10d.ProcessGroupNCCL
 
-    class InnerNccl(base):
+    class InnerNccl(_Inner, base):
         """An NCCL group that tells PyTorch it can be split: the process group around it does the splitting."""
-
-        told: Told
-        allocate: Allocate
-
-        def _set_default_timeout(self, timeout: timedelta) -> None:
-            super()._set_default_timeout(timeout)
-            _tell(self.told, timeout)
 
         def supports_tensor_alloc(self, device: torch.device) -> bool:
             return device.type == "cuda"
-
-        def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-            return _allocated(self.allocate, size, dtype, device)
 
         def eager_connect_single_device(self, device: torch.device) -> None:
             """Do nothing: ranks connect when a call needs it."""
