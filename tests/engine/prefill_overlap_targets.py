@@ -36,21 +36,16 @@ BLOCK, SEQUENCES = 16, 4
 
 
 class OneThread:
-    """Stands in for CUDA streams: all runs at once, where it is given. The interpreter knows one thread only."""
+    """Stands in for ``torch.cuda``: all runs at once, where it is given. The interpreter knows one thread only."""
 
     def __init__(self) -> None:
-        self.stream = mock.Mock()
+        self.current = mock.Mock()
+        self.Stream = self.Event = lambda *_, **__: mock.Mock()
 
-    def current(self, device: torch.device) -> Any:
-        return self.stream
+    def current_stream(self, device: torch.device) -> Any:
+        return self.current
 
-    def new(self, device: torch.device, priority: int) -> Any:
-        return mock.Mock()
-
-    def event(self, timed: bool) -> Any:
-        return mock.Mock()
-
-    def on(self, stream: Any) -> Any:
+    def stream(self, stream: Any) -> Any:
         return contextlib.nullcontext()
 
 

@@ -45,7 +45,7 @@ class EmulatedStream:
 
 
 class EmulatedStreams:
-    """The functions of CUDA that StreamLanes asks for."""
+    """The functions of ``torch.cuda`` that StreamLanes calls."""
 
     def __init__(self) -> None:
         self.all: list[EmulatedStream] = []
@@ -55,17 +55,17 @@ class EmulatedStreams:
         self.all.append(EmulatedStream(self))
         return self.all[-1]
 
-    def current(self, device: torch.device) -> EmulatedStream:
+    def current_stream(self, device: torch.device) -> EmulatedStream:
         return self.now
 
-    def new(self, device: torch.device, priority: int) -> EmulatedStream:
+    def Stream(self, device: torch.device, priority: int) -> EmulatedStream:  # noqa: N802
         return self._add()
 
-    def event(self, timed: bool) -> EmulatedEvent:
+    def Event(self, enable_timing: bool = False) -> EmulatedEvent:  # noqa: N802
         return EmulatedEvent(self)
 
     @contextlib.contextmanager
-    def on(self, stream: EmulatedStream) -> Iterator[None]:
+    def stream(self, stream: EmulatedStream) -> Iterator[None]:
         before, self.now = self.now, stream
         try:
             yield

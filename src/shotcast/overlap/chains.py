@@ -10,7 +10,7 @@ import torch
 from shotcast.collectives.communicator import Communicator
 from shotcast.errors import ConfigError
 from shotcast.overlap import schedule
-from shotcast.overlap.controller import Controller
+from shotcast.overlap.controller import Communication, Computation, Controller, numbered
 from shotcast.overlap.lanes import HIGH, LOW, Lanes, StreamLanes, lanes_of
 from shotcast.overlap.policy import AUTO, PLAIN, SEQUENTIAL, Decision, Way, agree_on, agreed, decide
 from shotcast.overlap.products import LibraryProduct
@@ -118,7 +118,7 @@ class Chain:
             return Controller(self._lanes[PLAIN]), schedule.sequential(self._plan)
         return Controller(self._lanes[way]), schedule.chain(len(self._computations), self._sms.get(way))
 
-    def _works(self, way: str) -> tuple[dict[str, Callable[[], Any]], dict[str, Callable[[Communicator], Any]]]:
+    def _works(self, way: str) -> tuple[dict[str, Computation], dict[str, Communication]]:
         found: dict[int, Any] = {}
         budget = self._sms.get(way)
         product = LibraryProduct(budget or 0)
@@ -126,22 +126,15 @@ class Chain:
         if way == LIBRARY:
             arguments["algorithm"] = "vendor"
 
-        def computation(number: int) -> Callable[[], Any]:
-            def run() -> Any:
-                with product.scope(self._comm.device):
-                    found[number] = self._computations[number]()
-                return found[number]
+        def compute(number: int) -> Any:
+            with product.scope(self._comm.device):
+                found[number] = self._computations[number]()
+            return found[number]
 
-            return run
+        def communicate(number: int, comm: Communicator) -> Any:
+            return self._communicate(comm, found[number], **arguments)
 
-        def communication(number: int) -> Callable[[Communicator], Any]:
-            return lambda comm: self._communicate(comm, found[number], **arguments)
-
-        numbers = range(len(self._computations))
-        return (
-            {f"compute {number}": computation(number) for number in numbers},
-            {f"communicate {number}": communication(number) for number in numbers},
-        )
+        return numbered(len(self._computations), compute, communicate)
 
     def _run(self, way: str) -> list[Any]:
         if way == SEQUENTIAL:  # on the caller's stream or thread alone: nothing is handed over

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +14,16 @@ from shotcast.overlap.timeline import Span, Timeline
 
 Computation = Callable[[], Any]
 Communication = Callable[[Communicator], Any]
+
+
+def numbered(
+    count: int, compute: Callable[[int], Any], communicate: Callable[[int, Communicator], Any]
+) -> tuple[dict[str, Computation], dict[str, Communication]]:
+    """Return the work of the steps ``compute i`` and ``communicate i``, for i below ``count``, for a controller."""
+    return (
+        {f"compute {number}": functools.partial(compute, number) for number in range(count)},
+        {f"communicate {number}": functools.partial(communicate, number) for number in range(count)},
+    )
 
 
 class Controller:
@@ -57,14 +68,12 @@ class Controller:
         start = stamps[schedule.steps[0].name][0] if schedule.steps else None
         for _, end in stamps.values():
             lanes.time_us(start, end)  # every step is over
-        spans = [
-            Span(name, order.lanes[name], lanes.time_us(start, begin), lanes.time_us(start, end))
-            for name, (begin, end) in stamps.items()
-        ]
-        earliest = min((span.begin_us for span in spans), default=0.0)
-        return results, Timeline(
-            tuple(Span(one.name, one.lane, one.begin_us - earliest, one.end_us - earliest) for one in spans)
+        times = {name: [lanes.time_us(start, event) for event in events] for name, events in stamps.items()}
+        earliest = min((begin for begin, _ in times.values()), default=0.0)
+        spans = (
+            Span(name, order.lanes[name], begin - earliest, end - earliest) for name, (begin, end) in times.items()
         )
+        return results, Timeline(tuple(spans))
 
     def _run(
         self,
@@ -78,7 +87,7 @@ class Controller:
                 raise ConfigError(f"step {step.name!r} of the schedule has no work")
         lanes = self.lanes
         order = schedule.order(lanes.count)
-        awaited = {wait.awaited for wait in order.edges} | set(order.last)
+        awaited = {name for _, name in order.edges} | set(order.last)
         results: dict[str, Any] = {}
         lanes.begin()
         error: BaseException | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import contextlib
 import logging
 import os
 import threading
@@ -97,26 +96,6 @@ class Lanes(abc.ABC):
 # -- GPUs -------------------------------------------------------------------------------------------------------------
 
 
-class CudaStreams:
-    """CUDA functions that lanes are built on."""
-
-    def current(self, device: torch.device) -> Any:
-        return torch.cuda.current_stream(device)
-
-    def new(self, device: torch.device, priority: int) -> Any:
-        return torch.cuda.Stream(device, priority=priority)
-
-    def event(self, timed: bool) -> Any:
-        return torch.cuda.Event(enable_timing=timed)
-
-    def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
-        return torch.cuda.stream(stream)
-
-    def synchronize(self, event: Any) -> None:
-        event.synchronize()
-
-
-_CUDA = CudaStreams()
 HIGH, LOW = -1, 0
 """Stream priorities."""
 
@@ -135,15 +114,15 @@ class StreamLanes(Lanes):
     """Lanes on the current stream and one communication stream. They also work inside a graph capture.
 
     Steps are enqueued in schedule order, and the host never waits. The communication stream has the priority ``HIGH``
-    or ``LOW``.
+    or ``LOW``. ``streams`` has the functions of ``torch.cuda`` for streams and events.
     """
 
     ahead = False
 
-    def __init__(self, comm: Communicator, priority: int = HIGH, streams: Any = _CUDA):
+    def __init__(self, comm: Communicator, priority: int = HIGH, streams: Any = torch.cuda):
         super().__init__((comm,))
         self._cuda, self._device = streams, comm.device
-        self._stream = streams.new(comm.device, priority)
+        self._stream = streams.Stream(comm.device, priority=priority)
         self._lanes: tuple[Any, Any] | None = None
         self._events: list[Any] = []
         self._used = 0
@@ -151,7 +130,7 @@ class StreamLanes(Lanes):
             logger.warning("no overlap: %s", why)
 
     def begin(self) -> None:
-        current = self._cuda.current(self._device)
+        current = self._cuda.current_stream(self._device)
         if current == self._stream:
             raise ConfigError("the current stream is that of communication; overlap is not nested")
         self._lanes, self._used = (current, self._stream), 0
@@ -162,10 +141,10 @@ class StreamLanes(Lanes):
 
     def event(self, timed: bool = False) -> Any:
         if timed:
-            return self._cuda.event(True)
+            return self._cuda.Event(enable_timing=True)
         # a wait is for the state of an event at that time, so the next run may record the same events again
         if self._used == len(self._events):
-            self._events.append(self._cuda.event(False))
+            self._events.append(self._cuda.Event())
         self._used += 1
         return self._events[self._used - 1]
 
@@ -179,12 +158,12 @@ class StreamLanes(Lanes):
         if lane == COMPUTE_LANE:
             work()
             return
-        with self._cuda.on(self._stream):
+        with self._cuda.stream(self._stream):
             work()
 
     def post(self, lane: int, work: Work) -> None:
-        self._stream.wait_stream(self._cuda.current(self._device))
-        with self._cuda.on(self._stream):
+        self._stream.wait_stream(self._cuda.current_stream(self._device))
+        with self._cuda.stream(self._stream):
             work()
 
     def share(self, result: Any) -> None:
@@ -200,7 +179,7 @@ class StreamLanes(Lanes):
             current.wait_stream(own)
 
     def time_us(self, begin: Any, end: Any) -> float:
-        self._cuda.synchronize(end)
+        end.synchronize()
         return float(begin.elapsed_time(end)) * 1e3
 
     def close(self) -> None:

@@ -27,7 +27,7 @@ from shotcast.errors import ConfigError
 from shotcast.overlap import schedule
 from shotcast.overlap.adaptive import Adaptive, bucket
 from shotcast.overlap.chains import in_place_sum
-from shotcast.overlap.controller import Controller
+from shotcast.overlap.controller import Controller, numbered
 from shotcast.overlap.lanes import Lanes, lanes_of
 from shotcast.overlap.policy import AUTO, PLAIN, SEQUENTIAL, Way, measure, model_us
 from shotcast.overlap.schedule import makespan_us
@@ -181,9 +181,7 @@ class ColumnParallelLinear(_Divided):
         result: torch.Tensor = out.view(self._comm.world_size * x.shape[0], *x.shape[1:-1], weight.shape[1])
         return result
 
-    def backward(
-        self, x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor, needs: tuple[bool, ...]
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    def backward(self, x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor, needs: tuple[bool, ...]) -> Gradients:
         """Return the gradients of the input, summed over the ranks, and of this rank's weights and bias."""
         if self.sequence_parallel:
             return self._backward_by_rows(x, weight, dy, needs)
@@ -225,7 +223,7 @@ class ColumnParallelLinear(_Divided):
 
     def _backward_by_rows(
         self, x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor, needs: tuple[bool, ...]
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    ) -> Gradients:
         """Return the gradients of this rank's rows, summed over the ranks, and of its weights and bias."""
         rows, own = dy.reshape(-1, dy.shape[-1]), self._rows(x)
         gathered = own.new_empty(self._comm.world_size * own.shape[0], own.shape[1]) if needs[1] else None
@@ -359,15 +357,10 @@ class RowParallelLinear(_Divided):
             def compute(number: int) -> None:
                 parts[number] = multiply(chunks[number])
 
-            def communicate(comm: Communicator, number: int) -> None:
+            def communicate(number: int, comm: Communicator) -> None:
                 comm.reduce_scatter(parts[number].flatten(0, 1), out=out[chunks[number]], sms=self._sms)
 
-            numbers = range(len(chunks))
-            self._controller.run(
-                schedule.chain(len(chunks)),
-                {f"compute {i}": lambda i=i: compute(i) for i in numbers},  # type: ignore[misc]
-                {f"communicate {i}": lambda comm, i=i: communicate(comm, i) for i in numbers},  # type: ignore[misc]
-            )
+            self._controller.run(schedule.chain(len(chunks)), *numbered(len(chunks), compute, communicate))
             return out
 
         return {SEQUENTIAL: sequential, PLAIN: plain} if ranks > 1 and len(chunks) > 1 else {SEQUENTIAL: sequential}
@@ -397,12 +390,15 @@ class RowParallelLinear(_Divided):
             if count == 1:
                 in_place_sum(self._comm, torch.mm(x, weight, out=out), self._sms)
                 return out
-            numbers = range(len(parts))
-            self._controller.run(
-                schedule.chain(len(parts)),
-                {f"compute {i}": lambda i=i: torch.mm(parts[i][0], weight, out=parts[i][1]) for i in numbers},  # type: ignore[misc]
-                {f"communicate {i}": lambda comm, i=i: in_place_sum(comm, parts[i][1], self._sms) for i in numbers},  # type: ignore[misc]
-            )
+
+            def compute(number: int) -> None:
+                rows, product = parts[number]
+                torch.mm(rows, weight, out=product)
+
+            def communicate(number: int, comm: Communicator) -> None:
+                in_place_sum(comm, parts[number][1], self._sms)
+
+            self._controller.run(schedule.chain(len(parts)), *numbered(len(parts), compute, communicate))
             return out
 
         ways: dict[str, Callable[[], torch.Tensor]] = {SEQUENTIAL: lambda: in_chunks(1)}

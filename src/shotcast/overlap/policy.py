@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
-from shotcast.collectives.arguments import operation
 from shotcast.collectives.choice.select import predicted_us
 from shotcast.collectives.communicator import Communicator
 from shotcast.errors import ConfigError
 from shotcast.hardware.detect import available_cores
 from shotcast.overlap.lanes import one_hardware_queue
 from shotcast.overlap.schedule import Schedule
+from shotcast.wire import Op
 
 logger = logging.getLogger(__name__)
 
@@ -96,23 +96,21 @@ def agree_on(comm: Communicator, plan: Schedule, *settings: object) -> None:
         )
 
 
-def model_us(comm: Communicator, x: torch.Tensor, op: str = "all_reduce") -> float | None:
-    """Return the cost model's time for a call with the algorithm that would serve it; None if a library does."""
-    explained = comm.explain(x, op)
+def model_us(comm: Communicator, x: torch.Tensor) -> float | None:
+    """Return the cost model's time of an all-reduce by the algorithm that would serve it; None if a library does."""
+    explained = comm.explain(x)
     if explained.by_library:
         return None
-    known = operation(op)
-    return predicted_us(comm.topology, known, explained.dtype, explained.nbytes, explained.algorithm)
+    return predicted_us(comm.topology, Op.ALL_REDUCE, explained.dtype, explained.nbytes, explained.algorithm)
 
 
-def decide(comm: Communicator, ways: Sequence[Way], rounds: int = ROUNDS, checked: Collection[str] = ()) -> Decision:
+def decide(comm: Communicator, ways: Sequence[Way], checked: Collection[str] = ()) -> Decision:
     """Choose among ``ways``. Collective: every rank passes the same ones, and each runs several times.
 
     Args:
         comm: the communicator, which nothing else may use meanwhile.
         ways: the first is the sequential one; a plain overlap is named ``plain``. If there is none, the way predicted
             to be the fastest takes its place.
-        rounds: how often each is measured.
         checked: the names of ways to compare with the sequential one before measuring. A way whose results (the tensors
             that ``run`` returns) have different bits on any rank is dropped.
 
@@ -144,7 +142,7 @@ def decide(comm: Communicator, ways: Sequence[Way], rounds: int = ROUNDS, checke
         chosen = [way for way in chosen if way.name != name]
         left_out[name] = "its results differ from those one after the other"
         logger.error("overlap: way %r is left out, as its results differ from those one after the other", name)
-    median_us = measure(comm, chosen, rounds)
+    median_us = measure(comm, chosen)
     name, why = _choose(comm, median_us)
     return Decision(name, why, median_us, predicted, left_out)
 

@@ -11,7 +11,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
 from shotcast.errors import ConfigError
@@ -52,13 +52,6 @@ class Communicate:
 Step = Compute | Communicate
 
 
-class WaitStep(NamedTuple):
-    """A wait of a step for a step of another lane."""
-
-    step: str
-    awaited: str
-
-
 class Order(NamedTuple):
     """The lanes of the steps, and the waits between lanes."""
 
@@ -69,9 +62,9 @@ class Order(NamedTuple):
     last: tuple[str, ...]  # the steps of communication that nothing has waited for by the end
 
     @property
-    def edges(self) -> tuple[WaitStep, ...]:
-        """Every wait within the schedule."""
-        return tuple(WaitStep(step, awaited) for step, names in self.waits.items() for awaited in names)
+    def edges(self) -> tuple[tuple[str, str], ...]:
+        """Every wait within the schedule: a step, and the step of another lane that it waits for."""
+        return tuple((step, awaited) for step, names in self.waits.items() for awaited in names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,10 +200,7 @@ def sequential(schedule: Schedule) -> Schedule:
     """Return the same steps, each of which waits for the previous one."""
     steps: list[Step] = []
     for step in schedule.steps:
-        after = (steps[-1].name,) if steps else ()
-        steps.append(
-            Compute(step.name, after) if isinstance(step, Compute) else Communicate(step.name, after, step.sms)
-        )
+        steps.append(replace(step, after=(steps[-1].name,) if steps else ()))
     return Schedule(tuple(steps))
 
 
