@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from statistics import median
 from typing import NamedTuple
 
@@ -32,11 +33,11 @@ class Machine(NamedTuple):
     cluster: str  # its description in YAML, one node whose "GPUs" are the ranks
 
 
-def calibrate(ranks: int, rounds: int = cpu_kernels.ROUNDS, shown: bool = False) -> Machine:
+def calibrate(ranks: int, shown: bool = False) -> Machine:
     """Measure this machine with ``ranks`` ranks busy at once, each on its share of the cores."""
     if not 1 <= ranks <= MAX_WORLD_SIZE:
         raise ConfigError(f"world size must be from 1 to {MAX_WORLD_SIZE} ranks, not {ranks}")
-    points = [point for rank in spawn(cpu_kernels.measure, ranks, rounds, shown) for point in rank]
+    points = [point for rank in spawn(cpu_kernels.measure, ranks, shown) for point in rank]
     (host,) = spawn(cpu_host.measure, 1, shown)
     with progress(1, shown) as advance:
         advance("messages between ranks")
@@ -109,8 +110,7 @@ def _message_us(comm: Communicator, nbytes: int) -> list[float]:
     return times[2:]
 
 
-def _timed_us(call: object) -> float:
-    assert callable(call)
+def _timed_us(call: Callable[[], object]) -> float:
     started = time.perf_counter_ns()
     call()
     return (time.perf_counter_ns() - started) / 1e3

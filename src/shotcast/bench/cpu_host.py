@@ -55,32 +55,26 @@ def measure(shown: bool = False) -> HostCost:
         rows, times_us = [], []
         for sequences in SEQUENCES:
             begin()
-            called = _run(comm, [16] * sequences)
-            gaps = [after - before for (before, _), (after, count) in _pairs(called) if count == sequences]
             rows.append((1, sequences, sequences))
-            times_us.append(1e6 * median(gaps))
+            times_us.append(_step_us(comm, [16] * sequences, max(SEQUENCES), sequences))
         for prompt in PROMPTS:
             begin()
-            called = _run(comm, [prompt] * 20, together=1)
-            gaps = [after - before for (before, _), (after, count) in _pairs(called) if count == prompt]
             rows.append((1, 1, prompt))
-            times_us.append(1e6 * median(gaps))
+            times_us.append(_step_us(comm, [prompt] * 20, 1, prompt))
     matrix, times = np.array(rows, float), np.array(times_us)
     found = np.linalg.lstsq(matrix / times[:, None], np.ones(len(times)), rcond=None)[0]
     fixed_us, per_sequence_us, per_row_us = (max(0.0, float(value)) for value in found)
     return HostCost(fixed_us, per_sequence_us, per_row_us, False, "steps without a model")
 
 
-def _pairs(called: list[tuple[float, int]]) -> list[tuple[tuple[float, int], tuple[float, int]]]:
-    return list(itertools.pairwise(called))
-
-
-def _run(comm: Communicator, prompts: list[int], together: int = max(SEQUENCES)) -> list[tuple[float, int]]:
-    """Serve requests, and return the time and the number of rows of each model call."""
+def _step_us(comm: Communicator, prompts: list[int], together: int, rows: int) -> float:
+    """Serve requests, at most ``together`` at once, and return the median time between a call of ``rows`` rows and the
+    one before it."""
     model = _NoModel(comm)
     blocks = max(SEQUENCES) * _LENGTH // _BLOCK
     runner = ModelRunner(model, blocks, _BLOCK, max(SEQUENCES), _LENGTH, 0)  # type: ignore[arg-type]
     output = _OUTPUT if together > 1 else 2
     lone_engine.serve(runner, SchedulerConfig(together, 2048, _BLOCK, blocks, _LENGTH), prompts, output)
     runner.close()
-    return model.times
+    pairs = itertools.pairwise(model.times)
+    return 1e6 * median(after - before for (before, _), (after, count) in pairs if count == rows)

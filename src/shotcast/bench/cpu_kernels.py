@@ -34,7 +34,6 @@ MODELS = ("random:smollm2-135m", "random:smollm2-360m:8")
 MANY_SEQUENCES = (24, 32, 48, 64)
 CONTEXTS = (32, 128)
 """Context lengths of decoding steps, in tokens."""
-ROUNDS = 1
 _HEADS = 4
 """The number of times that the logits are computed per pass through the layers."""
 _BLOCK = 16
@@ -65,18 +64,18 @@ def _steps() -> Iterator[_Step]:
                 yield _Step(0, 0, rows, min(rows, next(sampled)))
 
 
-def measure(rounds: int = ROUNDS, shown: bool = False) -> list[RowsPoint]:
+def measure(shown: bool = False) -> list[RowsPoint]:
     """Return the measurements of this rank, in a job with as many ranks as will share the machine.
 
-    Each is the :func:`typical` time over layers and rounds.
+    Each is the :func:`typical` time over layers.
     """
     with torch.inference_mode(), Communicator(device="cpu") as comm:
-        total = len(MODELS) * rounds * len(list(_steps()))
+        total = len(MODELS) * len(list(_steps()))
         with progress(total, shown and comm.rank == 0) as advance:
-            return [point for model in MODELS for point in _of_model(model, comm, rounds, advance)]
+            return [point for model in MODELS for point in _of_model(model, comm, advance)]
 
 
-def _of_model(name: str, comm: Communicator, rounds: int, advance: Callable[[str], None]) -> Iterator[RowsPoint]:
+def _of_model(name: str, comm: Communicator, advance: Callable[[str], None]) -> Iterator[RowsPoint]:
     with contextlib.closing(open_checkpoint(name)) as checkpoint:
         weights = Weights(checkpoint, torch.float32, comm.device)
         model = CausalLM(checkpoint.config, weights, Parallel(comm, comm, 1), _LENGTH, max(MANY_SEQUENCES))
@@ -85,13 +84,10 @@ def _of_model(name: str, comm: Communicator, rounds: int, advance: Callable[[str
     for cache in caches:
         cache.keys.normal_()
         cache.values.normal_()
-    times: dict[_Step, dict[str, list[int]]] = {step: {} for step in _steps()}
-    for _ in range(rounds):
-        for step, found in times.items():
-            advance(f"kernels of {name.removeprefix('random:')}")
-            _pass_layers(model, caches, step, found)
-    for step, found in times.items():
-        yield from _points(model, step, {name: typical(values) / 1e3 for name, values in found.items()})
+    for step in _steps():
+        advance(f"kernels of {name.removeprefix('random:')}")
+        times_ns = _pass_layers(model, caches, step)
+        yield from _points(model, step, {kernel: typical(values) / 1e3 for kernel, values in times_ns.items()})
 
 
 def typical(times: Sequence[float]) -> float:
@@ -103,14 +99,14 @@ def typical(times: Sequence[float]) -> float:
     return fmean(time for time in times if time <= most)
 
 
-def _pass_layers(model: CausalLM, caches: Sequence[KVCache], step: _Step, times: dict[str, list[int]]) -> None:
-    """Run the layers on random rows, and record the nanoseconds that each kernel took."""
-    batch = _batch(step)
+def _pass_layers(model: CausalLM, caches: Sequence[KVCache], step: _Step) -> dict[str, list[int]]:
+    """Run the layers on random rows, and return the nanoseconds that each kernel took in each layer."""
+    batch, times_ns = _batch(step), dict[str, list[int]]()
 
     def timed(name: str, call: Callable[..., Any], *arguments: Any) -> Any:
         started = time.perf_counter_ns()
         result = call(*arguments)
-        times.setdefault(name, []).append(time.perf_counter_ns() - started)
+        times_ns.setdefault(name, []).append(time.perf_counter_ns() - started)
         return result
 
     partial, residual = timed("embedding", _embed, model, batch)
@@ -124,6 +120,7 @@ def _pass_layers(model: CausalLM, caches: Sequence[KVCache], step: _Step, times:
         partial = timed("down", block.down, timed("activation", _gated, both))
     for _ in range(_HEADS):
         timed("head", model.logits, partial[-step.sampled :])
+    return times_ns
 
 
 def _embed(model: CausalLM, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:

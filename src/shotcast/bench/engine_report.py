@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from shotcast.planner.picture import check_format
 
 TRANSFORMERS = "transformers"
 """The algorithm named in rows that were measured with ``generate`` of Hugging Face Transformers."""
-_COLUMNS = ("layout", "algorithm", "batch", "TTFT ms", "TPOT ms", "ITL ms", "tokens/s", "communication", "of roofline")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,39 +64,49 @@ def reduces(row: EngineRow) -> bool:
     return not row.layout.startswith("1x")
 
 
-def columns(rows: Sequence[EngineRow]) -> tuple[str, ...]:
-    """Return the column headers; simulated hosts, overlap modes and proposals add columns."""
-    hosts = ("hosts", "one way us") if any(row.hosts > 1 for row in rows) else ()
-    overlap = ("overlap",) if _names_overlap(rows) else ()
-    speculation = ("speculation", "accepted") if any(row.speculation for row in rows) else ()
-    return (*hosts, *_COLUMNS[:2], *overlap, *speculation, *_COLUMNS[2:])
+def _columns(rows: Sequence[EngineRow]) -> list[tuple[str, Callable[[EngineRow], str]]]:
+    """Return the columns, each as its header and the text of a row in it."""
+    hosts, speculation = any(row.hosts > 1 for row in rows), any(row.speculation for row in rows)
+    listed: list[tuple[bool, str, Callable[[EngineRow], str]]] = [
+        (hosts, "hosts", lambda row: str(row.hosts)),
+        (hosts, "one way us", lambda row: f"{row.delay_us:g}" if row.hosts > 1 else "-"),
+        (True, "layout", lambda row: row.layout),
+        (
+            True,
+            "algorithm",
+            lambda row: row.algorithm if reduces(row) or row.hosts > 1 or row.algorithm == TRANSFORMERS else "-",
+        ),
+        (_names_overlap(rows), "overlap", lambda row: row.overlap if reduces(row) else "-"),
+        (speculation, "speculation", lambda row: row.speculates),
+        (speculation, "accepted", lambda row: "-" if row.accepted is None else f"{row.accepted:.0%}"),
+        (True, "batch", lambda row: str(row.batch)),
+        (True, "TTFT ms", lambda row: f"{row.ttft_ms:.1f}"),
+        (True, "TPOT ms", lambda row: f"{row.tpot_ms:.2f}"),
+        (True, "ITL ms", lambda row: f"{row.itl_ms:.2f}"),
+        (True, "tokens/s", lambda row: f"{row.tokens_per_s:.1f}"),
+        (True, "communication", lambda row: f"{row.communication:.1%}"),
+        (True, "of roofline", lambda row: f"{row.roofline:.0%}"),
+    ]
+    return [(name, text) for shown, name, text in listed if shown]
+
+
+def _algorithm(row: EngineRow) -> str:
+    return row.algorithm if reduces(row) or row.hosts > 1 or row.algorithm == TRANSFORMERS else "-"
 
 
 def _names_overlap(rows: Sequence[EngineRow]) -> bool:
     return any(row.overlap != "auto" for row in rows)
 
 
+def columns(rows: Sequence[EngineRow]) -> tuple[str, ...]:
+    """Return the column headers; simulated hosts, overlap modes and proposals add columns."""
+    return tuple(name for name, _ in _columns(rows))
+
+
 def cells(rows: Sequence[EngineRow]) -> list[tuple[str, ...]]:
     """Return the cells of each row, in the order of :func:`columns`."""
-    hosts, overlap = any(row.hosts > 1 for row in rows), _names_overlap(rows)
-    speculation = any(row.speculation for row in rows)
-    return [
-        (
-            *((str(row.hosts), f"{row.delay_us:g}" if row.hosts > 1 else "-") if hosts else ()),
-            row.layout,
-            row.algorithm if reduces(row) or row.hosts > 1 or row.algorithm == TRANSFORMERS else "-",
-            *((row.overlap if reduces(row) else "-",) if overlap else ()),
-            *((row.speculates, "-" if row.accepted is None else f"{row.accepted:.0%}") if speculation else ()),
-            str(row.batch),
-            f"{row.ttft_ms:.1f}",
-            f"{row.tpot_ms:.2f}",
-            f"{row.itl_ms:.2f}",
-            f"{row.tokens_per_s:.1f}",
-            f"{row.communication:.1%}",
-            f"{row.roofline:.0%}",
-        )
-        for row in rows
-    ]
+    texts = [text for _, text in _columns(rows)]
+    return [tuple(text(row) for text in texts) for row in rows]
 
 
 def table(rows: Sequence[EngineRow]) -> Table:

@@ -159,11 +159,11 @@ def _floor(rows: Sequence[Row], over: str) -> float:
 
     It is below every native algorithm, and below baselines down to a quarter of ``over``.
     """
-    ratios = {(row.algorithm, row.world_size): [] for row in rows}  # type: dict[tuple[str, int], list[float]]
+    lowest = []
     for world_size in {row.world_size for row in rows}:
         for name, points in speedups([row for row in rows if row.world_size == world_size], over).items():
-            ratios[name, world_size] += [ratio for _, ratio in points]
-    lowest = [min(values) if is_own(name) else max(0.25, min(values)) for (name, _), values in ratios.items() if values]
+            worst = min(ratio for _, ratio in points)
+            lowest.append(worst if is_own(name) else max(0.25, worst))
     return 0.85 * min(lowest, default=1.0)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
@@ -291,22 +292,14 @@ def require_same(rows: Sequence[Row], *facts: str) -> None:
             )
 
 
+_conditions = operator.attrgetter(
+    "op", "device", "world_size", "dtype", "nbytes", "measure", "hidden", "work", "nodes", "delay_us", "reduction"
+)
+
+
 def same_conditions(row: Row, other: Row) -> bool:
     """Return whether two rows differ only in the implementation and its results."""
-    facts = [
-        "op",
-        "device",
-        "world_size",
-        "dtype",
-        "nbytes",
-        "measure",
-        "hidden",
-        "work",
-        "nodes",
-        "delay_us",
-        "reduction",
-    ]
-    return all(getattr(row, fact) == getattr(other, fact) for fact in facts)
+    return _conditions(row) == _conditions(other)
 
 
 def _cell(value: float | None) -> str:
@@ -323,13 +316,9 @@ def stamped(environment: dict[str, Any], command: str, kernels: dict[str, str]) 
 
 def write(path: Path, result: Result) -> None:
     """Write a result file: what was measured, how, where and when."""
-    document = {
-        "environment": result.environment,
-        "command": result.command,
-        "date": result.date,
-        **({} if result.kernels is None else {"kernels": result.kernels}),
-        "rows": [asdict(row) for row in result.rows],
-    }
+    document = asdict(result)
+    rows, kernels = document.pop("rows"), document.pop("kernels")
+    document |= ({} if kernels is None else {"kernels": kernels}) | {"rows": rows}
     path.write_text(json.dumps(document, indent=1) + "\n")
 
 
