@@ -182,84 +182,56 @@ class ColumnParallelLinear(_Divided):
         return result
 
     def backward(self, x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor, needs: tuple[bool, ...]) -> Gradients:
-        """Return the gradients of the input, summed over the ranks, and of this rank's weights and bias."""
-        if self.sequence_parallel:
-            return self._backward_by_rows(x, weight, dy, needs)
-        rows, grads = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+        """Return the gradients of the input, summed over the ranks, and of this rank's weights and bias.
 
-        def of_input() -> torch.Tensor:
-            return rows @ weight
-
-        def of_parameters() -> tuple[torch.Tensor | None, torch.Tensor | None]:
-            return (rows.t() @ grads if needs[1] else None), (rows.sum(0) if needs[2] else None)
-
-        if not needs[0]:
-            return (None, *of_parameters())
-
-        def sequential() -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-            dx = of_input()
-            in_place_sum(self._comm, dx, self._sms)
-            return (dx, *of_parameters())
-
-        def plain() -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-            found: dict[str, torch.Tensor] = {}
-
-            def first() -> torch.Tensor:
-                found["dx"] = of_input()
-                return found["dx"]
-
-            done = self._controller.run(
-                schedule.beside(),
-                {"compute 0": first, "compute 1": of_parameters},
-                {"communicate 0": lambda comm: in_place_sum(comm, found["dx"], self._sms)},
-            )
-            return (found["dx"], *done["compute 1"])
-
-        ways: dict[str, Callable[[], Any]] = {SEQUENTIAL: sequential}
-        if needs[1] and self._comm.world_size > 1:
-            ways[PLAIN] = plain
-        dx, dw, db = self.adaptive.run((bucket(rows.shape[0]), rows.dtype, needs), ways)
-        return dx.view(x.shape), dw, db
-
-    def _backward_by_rows(
-        self, x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor, needs: tuple[bool, ...]
-    ) -> Gradients:
-        """Return the gradients of this rank's rows, summed over the ranks, and of its weights and bias."""
-        rows, own = dy.reshape(-1, dy.shape[-1]), self._rows(x)
-        gathered = own.new_empty(self._comm.world_size * own.shape[0], own.shape[1]) if needs[1] else None
-        dx = torch.empty_like(own) if needs[0] else None
+        With sequence parallelism, the input is this rank's rows: the rows of all ranks are gathered during the product
+        for the input's gradient, and the sums of this rank's rows are computed during that for the weights.
+        """
+        by_rows, ranks = self.sequence_parallel, self._comm.world_size
+        rows, inputs = dy.reshape(-1, dy.shape[-1]), self._rows(x) if by_rows else x.reshape(-1, x.shape[-1])
+        gathered = inputs.new_empty(ranks * len(inputs), inputs.shape[1]) if by_rows and needs[1] else inputs
+        scattered = torch.empty_like(inputs) if by_rows and needs[0] else None
         found: dict[str, torch.Tensor] = {}
 
         def gather(comm: Communicator) -> None:
-            if gathered is not None:
-                comm.all_gather(own, out=gathered, sms=self._sms)
+            if gathered is not inputs:
+                comm.all_gather(inputs, out=gathered, sms=self._sms)
 
         def of_input() -> None:
-            if dx is not None:
+            if needs[0]:
                 found["dx"] = rows @ weight
 
-        def scatter(comm: Communicator) -> None:
-            if dx is not None:
-                comm.reduce_scatter(found["dx"], out=dx, sms=self._sms)
+        def sum_over_ranks(comm: Communicator) -> None:
+            if scattered is not None:
+                comm.reduce_scatter(found["dx"], out=scattered, sms=self._sms)
+            elif needs[0]:
+                in_place_sum(comm, found["dx"], self._sms)
 
         def of_parameters() -> tuple[torch.Tensor | None, torch.Tensor | None]:
-            return (None if gathered is None else rows.t() @ gathered), (rows.sum(0) if needs[2] else None)
+            return (rows.t() @ gathered if needs[1] else None), (rows.sum(0) if needs[2] else None)
 
-        def sequential() -> tuple[torch.Tensor | None, ...]:
+        def sequential() -> tuple[torch.Tensor | None, torch.Tensor | None]:
             gather(self._comm)
             of_input()
-            scatter(self._comm)
+            sum_over_ranks(self._comm)
             return of_parameters()
 
         def plain() -> Any:
             computations = {"compute 0": of_input, "compute 1": of_parameters}
-            communications = {"communicate 0": gather, "communicate 1": scatter}
-            return self._controller.run(schedule.gather_and_scatter(), computations, communications)["compute 1"]
+            if by_rows:
+                plan, communications = (
+                    schedule.gather_and_scatter(),
+                    {"communicate 0": gather, "communicate 1": sum_over_ranks},
+                )
+            else:
+                plan, communications = schedule.beside(), {"communicate 0": sum_over_ranks}
+            return self._controller.run(plan, computations, communications)["compute 1"]
 
         ways: dict[str, Callable[[], Any]] = {SEQUENTIAL: sequential}
-        if (needs[0] or needs[1]) and self._comm.world_size > 1:
+        if ranks > 1 and (needs[0] or needs[1] if by_rows else needs[0] and needs[1]):
             ways[PLAIN] = plain
         dw, db = self.adaptive.run((bucket(rows.shape[0]), rows.dtype, needs), ways)
+        dx = scattered if by_rows else found.get("dx")
         return None if dx is None else dx.view(x.shape), dw, db
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shotcast.overlap.schedule import COMPUTE_LANE
@@ -37,27 +36,29 @@ class Timeline:
     @property
     def compute_us(self) -> float:
         """The time during which a computation ran."""
-        return sum(end - begin for begin, end in _union(span for span in self.spans if span.lane == COMPUTE_LANE))
+        return sum(end - begin for begin, end in self._busy(computing=True))
 
     @property
     def communication_us(self) -> float:
         """The time during which a communication ran, with or without a computation."""
-        return sum(end - begin for begin, end in _union(span for span in self.spans if span.lane != COMPUTE_LANE))
+        return sum(end - begin for begin, end in self._busy(computing=False))
 
     @property
     def hidden_us(self) -> float:
         """The time during which both ran."""
-        compute = _union(span for span in self.spans if span.lane == COMPUTE_LANE)
-        communication = _union(span for span in self.spans if span.lane != COMPUTE_LANE)
-        return sum(max(0.0, min(b, d) - max(a, c)) for a, b in compute for c, d in communication)
+        return sum(
+            max(0.0, min(end, other_end) - max(begin, other_begin))
+            for begin, end in self._busy(computing=True)
+            for other_begin, other_end in self._busy(computing=False)
+        )
 
-
-def _union(spans: Iterable[Span]) -> list[tuple[float, float]]:
-    """Return the time covered by spans, as disjoint intervals."""
-    joined: list[tuple[float, float]] = []
-    for begin, end in sorted((span.begin_us, span.end_us) for span in spans):
-        if joined and begin <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(end, joined[-1][1])
-        else:
-            joined.append((begin, end))
-    return joined
+    def _busy(self, computing: bool) -> list[tuple[float, float]]:
+        """Return the time of computations or of communications, as disjoint intervals."""
+        spans = (span for span in self.spans if (span.lane == COMPUTE_LANE) == computing)
+        joined: list[tuple[float, float]] = []
+        for begin, end in sorted((span.begin_us, span.end_us) for span in spans):
+            if joined and begin <= joined[-1][1]:
+                joined[-1] = joined[-1][0], max(end, joined[-1][1])
+            else:
+                joined.append((begin, end))
+        return joined
