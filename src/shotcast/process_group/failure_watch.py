@@ -26,12 +26,17 @@ class FailureWatch:
         self._left: set[int] = set()
         self._store.set(str(rank), json.dumps(dataclasses.asdict(ProcessId.own())))
 
-    def ended(self) -> list[int]:
-        """Return the ranks of this machine whose processes have ended, among those that had begun."""
-        for rank in range(self._world_size):
-            if rank not in self._processes and rank != self._rank and self._store.check([str(rank)]):
-                self._processes[rank] = ProcessId(**json.loads(self._store.get(str(rank))))
-        return [rank for rank, process in sorted(self._processes.items()) if process.has_ended()]
+    def known(self) -> list[int]:
+        """Return the ranks of this machine whose processes have ended, among those that had begun.
+
+        Returns none if the store has ended with its process.
+        """
+        with contextlib.suppress(RuntimeError, dist.DistError):
+            for rank in range(self._world_size):
+                if rank not in self._processes and rank != self._rank and self._store.check([str(rank)]):
+                    self._processes[rank] = ProcessId(**json.loads(self._store.get(str(rank))))
+            return [rank for rank, process in sorted(self._processes.items()) if process.has_ended()]
+        return []
 
     def leave(self) -> None:
         """Notify the others that this rank has made its last call, if the store answers."""
@@ -64,10 +69,3 @@ class FailureWatch:
             gone = self.gone()
         guilty, reason = departed(gone, self.left()) if gone else ([], "unreachable" if lost else "late")
         return members.timeout(guilty, op, 0, timeout_s, reason)
-
-    def known(self) -> list[int]:
-        """Return the result of :meth:`ended`, or nothing if the store has ended with its process."""
-        try:
-            return self.ended()
-        except (RuntimeError, dist.DistError):
-            return []
