@@ -12,6 +12,7 @@ from ray.util.collective.collective_group.base_collective_group import BaseGroup
 
 from shotcast import env
 from shotcast.collectives.communicator import Communicator
+from shotcast.collectives.reductions import OF_TORCH
 from shotcast.collectives.rendezvous import SETUP_TIMEOUT_S
 from shotcast.errors import ClosedError, ConfigError, UnsupportedError
 from shotcast.integrations.ray_meeting import ActorMeeting
@@ -19,8 +20,6 @@ from shotcast.memory.driver import uuid_of
 from shotcast.memory.host_group import Rendezvous
 
 _NAME_BYTES = 128
-_REDUCTIONS = {"SUM": "sum", "PRODUCT": "prod", "MIN": "min", "MAX": "max"}
-"""Our reduction names, by the names in ``ray.util.collective.types.ReduceOp``."""
 
 
 class ShotcastGroup(BaseGroup):
@@ -193,4 +192,4 @@ def _root(options: Any) -> int:
 
 def _reduction(options: Any) -> str:
     _check_options(options)
-    return "sum" if options is None else _REDUCTIONS[options.reduceOp.name]
+    return "sum" if options is None else OF_TORCH[options.reduceOp.name]  # Ray's names are PyTorch's

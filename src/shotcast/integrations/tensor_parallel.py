@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import logging
 import weakref
@@ -299,8 +300,7 @@ def all_sums() -> list[TensorParallelSums]:
 
 def counts() -> dict[str, int]:
     """Return the calls of all groups in this process so far, by operation (see :attr:`TensorParallelSums.calls`)."""
-    total: dict[str, int] = {}
+    total: collections.Counter[str] = collections.Counter()
     for sums in all_sums():
-        for name, calls in sums.calls.items():
-            total[name] = total.get(name, 0) + calls
-    return total
+        total.update(sums.calls)
+    return dict(total)

@@ -82,28 +82,26 @@ class ShotcastCudaCommunicator(CudaCommunicator):
             return self.sums.all_gather(input_, dim)
         return super().all_gather(input_, dim)
 
-    def _scatters(self, x: torch.Tensor) -> bool:
-        return self.sums is not None and self.sums.batch_invariant and self.sums.serves(x)
+    def _scattering(self, x: torch.Tensor) -> TensorParallelSums | None:
+        """Return our sums if they compute the reduce-scatter of ``x``."""
+        return self.sums if self.sums is not None and self.sums.batch_invariant and self.sums.serves(x) else None
 
     def reduce_scatter(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """Return this rank's part of the sum along ``dim``."""
-        if self._scatters(input_):
-            assert self.sums is not None
-            return self.sums.reduce_scatter(input_, dim)
+        if (sums := self._scattering(input_)) is not None:
+            return sums.reduce_scatter(input_, dim)
         return super().reduce_scatter(input_, dim)
 
     def reduce_scatterv(self, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None) -> torch.Tensor:
         """Return this rank's part of the sum along ``dim``, with the given part sizes by rank."""
-        if self._scatters(input_):
-            assert self.sums is not None
-            return self.sums.reduce_scatter(input_, dim, sizes)
+        if (sums := self._scattering(input_)) is not None:
+            return sums.reduce_scatter(input_, dim, sizes)
         return super().reduce_scatterv(input_, dim, sizes)
 
     def custom_reduce_scatter(self, input_: torch.Tensor) -> torch.Tensor | None:
         """Return this rank's rows of the sum, or None if vLLM has no kernel for it (it asks from 0.33 on)."""
-        if self._scatters(input_):
-            assert self.sums is not None
-            return self.sums.reduce_scatter(input_, 0)
+        if (sums := self._scattering(input_)) is not None:
+            return sums.reduce_scatter(input_, 0)
         return super().custom_reduce_scatter(input_)
 
     def destroy(self) -> None:
