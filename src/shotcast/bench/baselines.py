@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from shotcast.bench import implementations
 from shotcast.bench.operations import OPERATIONS, ROOT
+from shotcast.collectives.reductions import OF_TORCH
 
 NCCL_FAVOURABLE = {"NCCL_GRAPH_MIXING_SUPPORT": "0", "NCCL_GRAPH_REGISTER": "1"}
 """Environment variables set on all ranks for NCCL.
@@ -93,7 +94,8 @@ def library_call(
     name: str, op: str, group: dist.ProcessGroup, x: torch.Tensor, out: torch.Tensor, reduction: str = "sum"
 ) -> BenchCall:
     """Build a Gloo or NCCL call through ``torch.distributed``; in-place calls work on a copy of ``x``."""
-    of_torch, rank = _REDUCE_OPS[reduction], group.rank()
+    of_torch = next(getattr(dist.ReduceOp, kind) for kind, name in OF_TORCH.items() if name == reduction)
+    rank = group.rank()
     # PyTorch 2.13 renamed both functions, and the old names warn.
     reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -118,15 +120,6 @@ def library_call(
     else:
         call = BenchCall(name, run, lambda: held.copy_(x), held, (held,), overwrites=True)
     return _without_result(call) if operation.to_root and rank != ROOT else call
-
-
-_REDUCE_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.AVG,
-    "prod": dist.ReduceOp.PRODUCT,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-}
 
 
 def _broadcast(name: str, run: Callable[[], Any], rank: int, x: torch.Tensor, held: torch.Tensor) -> BenchCall:

@@ -11,7 +11,6 @@ from shotcast.bench.operations import OPERATIONS
 from shotcast.errors import ConfigError
 from shotcast.units import align_up
 
-FUSED_DTYPES = wire.REDUCIBLE
 DTYPES = (*wire.REDUCIBLE, "float64", "int8", "uint8", "int16", "int32", "int64")
 REDUCTIONS = ("sum", "prod", "min", "max", "avg")
 MIN_CALLS = 5
@@ -47,8 +46,7 @@ class BenchConfig:
     def __post_init__(self) -> None:
         if self.op not in implementations.OPS:
             raise ConfigError(f"there is no benchmark of {self.op!r}; choose from {', '.join(implementations.OPS)}")
-        if self.dtype not in (FUSED_DTYPES if self._fused else DTYPES):
-            served = FUSED_DTYPES if self._fused else DTYPES
+        if self.dtype not in (served := wire.REDUCIBLE if self._fused else DTYPES):
             raise ConfigError(f"dtype {self.dtype!r} is not measured; choose from {', '.join(served)}")
         if self.reduction not in REDUCTIONS:
             raise ConfigError(f"reduction {self.reduction!r} is not measured; choose from {', '.join(REDUCTIONS)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -183,46 +183,49 @@ def table(rows: Sequence[Row]) -> Table:
     The fastest implementation of each size is highlighted.
     """
     first = rows[0]
-    redop = first.reduction if OPERATIONS[plain_operation(first.op)].reduces else "none"
-    title = f"{first.op}, {first.world_size} {first.device} ranks" + _TITLES[first.measure].format(work=first.work)
-    if first.nodes > 1:
-        title = title.replace(
-            " ranks",
-            f" ranks on {first.nodes} hosts" + (f", {first.delay_us:g} us one way" if first.delay_us else ""),
-            1,
-        )
+    hosts = f" on {first.nodes} hosts" if first.nodes > 1 else ""
+    if first.nodes > 1 and first.delay_us:
+        hosts += f", {first.delay_us:g} us one way"
+    title = f"{first.op}, {first.world_size} {first.device} ranks{hosts}"
+    title += _TITLES[first.measure].format(work=first.work)
     if first.measure == "host" and first.device == "cpu":
         title += " (on the CPU a call returns when it is done: this is the call's time)"
+    reduces, back_to_back = OPERATIONS[plain_operation(first.op)].reduces, first.measure == "call"
+    same_size: dict[int, list[Row]] = {nbytes: [] for nbytes in sorted({row.nbytes for row in rows})}
+    for row in rows:
+        same_size[row.nbytes].append(row)
+    listed: list[tuple[bool, str, Callable[[Row], str]]] = [
+        (True, "size\n(B)", lambda row: str(row.nbytes)),
+        (True, "count", lambda row: str(row.count)),
+        (True, "type", lambda row: row.dtype),
+        (True, "redop", lambda row: row.reduction if reduces else "none"),
+        (True, "algorithm", lambda row: row.implementation),
+        (True, "time\n(us)", lambda row: _cell(row.time_us)),
+        (back_to_back, "algbw\n(GB/s)", lambda row: _cell(row.algbw_gbps)),
+        (back_to_back, "busbw\n(GB/s)", lambda row: _cell(row.busbw_gbps)),
+        (True, "#wrong", lambda row: "N/A" if row.errors is None else str(row.errors)),
+        (True, "p99\n(us)", lambda row: _cell(row.p99_us)),
+        (True, "skew\n(us)", lambda row: _cell(row.skew_us)),
+        (bool(first.hidden), "tokens", lambda row: str(row.tokens)),
+        (first.nodes > 1, "Gloo/this", lambda row: _over_gloo(row, same_size[row.nbytes])),
+        (any(row.predicted_us is not None for row in rows), "model\n(us)", lambda row: _cell(row.predicted_us)),
+        (
+            first.op in implementations.FUSED_OPS,
+            "above plain\n(us)",
+            lambda row: _cell(above_plain_us(row, same_size[row.nbytes])),
+        ),
+        (first.measure == "between", "work\n(us)", lambda row: _cell(row.work_us)),
+        (first.measure == "host", "#alloc", lambda row: "N/A" if row.allocations is None else str(row.allocations)),
+    ]
     view = Table(title=title, title_justify="left", box=None)
-    back_to_back, host, fused = first.measure == "call", first.measure == "host", first.op in implementations.FUSED_OPS
-    predicted = any(row.predicted_us is not None for row in rows)
-    columns = [("size", "B"), ("count", ""), ("type", ""), ("redop", ""), ("algorithm", ""), ("time", "us")]
-    columns += [("algbw", "GB/s"), ("busbw", "GB/s")] if back_to_back else []
-    columns += [("#wrong", ""), ("p99", "us"), ("skew", "us")]
-    columns += [("tokens", "")] if first.hidden else []
-    columns += [("Gloo/this", "")] if first.nodes > 1 else []
-    columns += [("model", "us")] if predicted else []
-    columns += [("above plain", "us")] if fused else []
-    columns += [("work", "us")] if first.measure == "between" else []
-    columns += [("#alloc", "")] if host else []
-    for name, unit in columns:
-        left = name in ("type", "redop", "algorithm")
-        view.add_column(f"{name}\n({unit})" if unit else name, justify="left" if left else "right", no_wrap=True)
-    for nbytes in sorted({row.nbytes for row in rows}):
-        same_size = [row for row in rows if row.nbytes == nbytes]
-        best = _fastest_us(same_size)
-        for row in same_size:
-            cells = [str(nbytes), str(row.count), row.dtype, redop, row.implementation, _cell(row.time_us)]
-            cells += [_cell(row.algbw_gbps), _cell(row.busbw_gbps)] if back_to_back else []
-            cells += ["N/A" if row.errors is None else str(row.errors), _cell(row.p99_us), _cell(row.skew_us)]
-            cells += [str(row.tokens)] if first.hidden else []
-            cells += [_over_gloo(row, same_size)] if first.nodes > 1 else []
-            cells += [_cell(row.predicted_us)] if predicted else []
-            cells += [_cell(above_plain_us(row, same_size))] if fused else []
-            cells += [_cell(row.work_us)] if first.measure == "between" else []
-            cells += ["N/A" if row.allocations is None else str(row.allocations)] if host else []
+    shown = [(name, text) for is_shown, name, text in listed if is_shown]
+    for name, _ in shown:
+        view.add_column(name, justify="left" if name in ("type", "redop", "algorithm") else "right", no_wrap=True)
+    for alike in same_size.values():
+        best = _fastest_us(alike)
+        for row in alike:
             style = "bold red" if row.errors else "bold" if best and row.time_us == best else ""
-            view.add_row(*cells, style=style, end_section=row is same_size[-1])
+            view.add_row(*(text(row) for _, text in shown), style=style, end_section=row is alike[-1])
     return view
 
 
