@@ -9,7 +9,7 @@ from typing import Any
 from shotcast.collectives.communicator import Communicator
 from shotcast.errors import ConfigError
 from shotcast.overlap.lanes import Lanes
-from shotcast.overlap.schedule import COMPUTE_LANE, Communicate, Compute, Schedule, Step
+from shotcast.overlap.schedule import COMPUTE_LANE, Compute, Schedule, Step
 from shotcast.overlap.timeline import Span, Timeline
 
 Computation = Callable[[], Any]
@@ -99,27 +99,30 @@ class Controller:
 
             def give(step: Step) -> None:
                 name, lane = step.name, order.lanes[step.name]
+
+                def work() -> None:
+                    if isinstance(step, Compute):
+                        results[name] = computations[name]()
+                    else:
+                        results[name] = communications[name](lanes.communicators[lane - 1])
+                        lanes.share(results[name])
+
                 if name in order.first:
                     lanes.wait(lane, began)
                 for other in order.waits.get(name, ()):
                     lanes.wait(lane, events[other])
-                stamp = (lanes.event(True), lanes.event(True)) if stamps is not None else None
-                if stamp is not None and stamps is not None:
-                    stamps[name] = stamp
-                    lanes.record(lane, stamp[0])
-                lanes.call(lane, self._work(step, lane, computations, communications, results))
-                if stamp is not None:
-                    lanes.record(lane, stamp[1])
+                if stamps is not None:
+                    stamps[name] = lanes.event(True), lanes.event(True)
+                    lanes.record(lane, stamps[name][0])
+                lanes.call(lane, work)
+                if stamps is not None:
+                    lanes.record(lane, stamps[name][1])
                 if name in events:
                     lanes.record(lane, events[name])
 
-            if lanes.ahead:
-                for step in schedule.steps:
-                    if isinstance(step, Communicate):
-                        give(step)
-            for step in schedule.steps:
-                if isinstance(step, Compute) or not lanes.ahead:
-                    give(step)
+            # lanes that take communication ahead get all of it first
+            for step in sorted(schedule.steps, key=lambda step: lanes.ahead and isinstance(step, Compute)):
+                give(step)
             for name in order.last:
                 lanes.wait(COMPUTE_LANE, events[name])
         except BaseException as caught:
@@ -128,20 +131,3 @@ class Controller:
         finally:
             lanes.finish(error)
         return results
-
-    def _work(
-        self,
-        step: Step,
-        lane: int,
-        computations: Mapping[str, Computation],
-        communications: Mapping[str, Communication],
-        results: dict[str, Any],
-    ) -> Callable[[], None]:
-        def work() -> None:
-            if isinstance(step, Compute):
-                results[step.name] = computations[step.name]()
-            else:
-                results[step.name] = communications[step.name](self.lanes.communicators[lane - 1])
-                self.lanes.share(results[step.name])
-
-        return work

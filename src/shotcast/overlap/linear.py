@@ -132,16 +132,42 @@ class _Divided(nn.Module):
 
         return {SEQUENTIAL: sequential, PLAIN: plain} if ranks > 1 else {SEQUENTIAL: sequential}
 
-    def _apply_to(self, function: type[torch.autograd.Function], x: torch.Tensor) -> torch.Tensor:
-        """Apply a function to ``x``, weight and bias, in autocast's dtype."""
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute the layer's outputs, in autocast's dtype."""
         operands: tuple[torch.Tensor | None, ...] = (x, self.weight, self.bias)
         kind = x.device.type
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
             operands = tuple(None if one is None else one.to(dtype) for one in operands)
         with torch.autocast(kind, enabled=False):
-            out: torch.Tensor = function.apply(*operands, self)
+            out: torch.Tensor = _Linear.apply(*operands, self)
         return out
+
+    @abstractmethod
+    def outputs(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Compute the layer's outputs, without autograd."""
+
+    @abstractmethod
+    def backward(self, x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor, needs: tuple[bool, ...]) -> Gradients:
+        """Return the gradients of the input, the weight and the bias, as far as the first three ``needs`` say."""
+
+
+class _Linear(torch.autograd.Function):
+    """The forward and backward of a layer."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: _Divided
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.layer = layer
+        return layer.outputs(x, weight, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> Gradients:
+        x, weight = ctx.saved_tensors
+        return (*ctx.layer.backward(x, weight, dy, ctx.needs_input_grad), None)
 
 
 class ColumnParallelLinear(_Divided):
@@ -167,19 +193,17 @@ class ColumnParallelLinear(_Divided):
         part = self._part(linear.out_features, "outputs")
         self._keep(linear, linear.weight[part], None if linear.bias is None else linear.bias[part])
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute this rank's outputs for ``x``: the same on all ranks or, with sequence parallelism, this rank's
-        rows.
-        """
-        return self._apply_to(_Column, x)
-
-    def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Multiply the rows of all ranks by this rank's weight [inputs, outputs / ranks]."""
+    def outputs(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Compute this rank's outputs for ``x``: the same on all ranks or, with sequence parallelism, its own rows."""
+        if not self.sequence_parallel:
+            return F.linear(x, weight, bias)
         rows = self._rows(x)
-        ways = self._gathered(rows, weight)
-        out, _ = self.adaptive.run(("forward", bucket(rows.shape[0]), rows.dtype), ways)
-        result: torch.Tensor = out.view(self._comm.world_size * x.shape[0], *x.shape[1:-1], weight.shape[1])
-        return result
+        ways = self._gathered(rows, weight.t())
+        product, _ = self.adaptive.run(("forward", bucket(rows.shape[0]), rows.dtype), ways)
+        out: torch.Tensor = product.view(self._comm.world_size * x.shape[0], *x.shape[1:-1], weight.shape[0])
+        if bias is not None:
+            out += bias
+        return out
 
     def backward(self, x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor, needs: tuple[bool, ...]) -> Gradients:
         """Return the gradients of the input, summed over the ranks, and of this rank's weights and bias.
@@ -235,29 +259,6 @@ class ColumnParallelLinear(_Divided):
         return None if dx is None else dx.view(x.shape), dw, db
 
 
-class _Column(torch.autograd.Function):
-    """The forward and backward of :class:`ColumnParallelLinear`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: ColumnParallelLinear
-    ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.layer = layer
-        if not layer.sequence_parallel:
-            return F.linear(x, weight, bias)
-        out = layer.product(x, weight.t())
-        if bias is not None:
-            out += bias
-        return out
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> Gradients:
-        x, weight = ctx.saved_tensors
-        return (*ctx.layer.backward(x, weight, dy, ctx.needs_input_grad), None)
-
-
 class RowParallelLinear(_Divided):
     """A linear layer in which every rank has some inputs: [..., inputs / ranks] to the sum, [..., outputs].
 
@@ -285,11 +286,15 @@ class RowParallelLinear(_Divided):
         part = self._part(linear.in_features, "inputs")
         self._keep(linear, linear.weight[:, part], linear.bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute the outputs from this rank's inputs, on all ranks or, with sequence parallelism, only for its
-        rows.
-        """
-        return self._apply_to(_Row, x)
+    def outputs(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Compute the outputs from this rank's inputs, on all ranks or, with sequence parallelism, for its own rows."""
+        if self.sequence_parallel:
+            out = self.scattered(x, weight.t())
+        else:
+            out = self.product(x.reshape(-1, x.shape[-1]), weight.t()).view(*x.shape[:-1], weight.shape[0])
+        if bias is not None:
+            out += bias
+        return out
 
     def scattered(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Multiply [rows, ..., inputs / ranks] by [inputs / ranks, outputs] and sum this rank's rows over the ranks."""
@@ -337,10 +342,16 @@ class RowParallelLinear(_Divided):
 
         return {SEQUENTIAL: sequential, PLAIN: plain} if ranks > 1 and len(chunks) > 1 else {SEQUENTIAL: sequential}
 
-    def backward_by_rows(
-        self, x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor, needs: tuple[bool, ...]
-    ) -> Gradients:
-        """Return the gradients of this rank's inputs and weights, and of the bias, given the gradients of its rows."""
+    def backward(self, x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor, needs: tuple[bool, ...]) -> Gradients:
+        """Return the gradients of this rank's inputs and weights, and of the bias.
+
+        With sequence parallelism, ``dy`` is of this rank's rows, and the rows of all ranks are gathered.
+        """
+        inputs = x.reshape(-1, x.shape[-1])
+        if not self.sequence_parallel:
+            rows = dy.reshape(-1, dy.shape[-1])
+            dx = (rows @ weight).view(x.shape) if needs[0] else None
+            return dx, rows.t() @ inputs if needs[1] else None, rows.sum(0) if needs[2] else None
         rows = self._rows(dy)
         dx = gathered = None
         if needs[0]:
@@ -349,7 +360,7 @@ class RowParallelLinear(_Divided):
             dx = product.view(x.shape)
         elif needs[1] or needs[2]:
             gathered = self._comm.all_gather(rows, sms=self._sms)
-        dw = gathered.t() @ x.reshape(-1, x.shape[-1]) if gathered is not None and needs[1] else None
+        dw = gathered.t() @ inputs if gathered is not None and needs[1] else None
         db = gathered.sum(0) if gathered is not None and needs[2] else None
         return dx, dw, db
 
@@ -398,33 +409,3 @@ class RowParallelLinear(_Divided):
             return found
 
         return self.adaptive.run((bucket(x.shape[0]), x.dtype), ways, predict)
-
-
-class _Row(torch.autograd.Function):
-    """The forward and backward of :class:`RowParallelLinear`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: RowParallelLinear
-    ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.layer = layer
-        if layer.sequence_parallel:
-            out = layer.scattered(x, weight.t())
-        else:
-            out = layer.product(x.reshape(-1, x.shape[-1]), weight.t()).view(*x.shape[:-1], weight.shape[0])
-        if bias is not None:
-            out += bias
-        return out
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> Gradients:
-        x, weight = ctx.saved_tensors
-        if ctx.layer.sequence_parallel:
-            return (*ctx.layer.backward_by_rows(x, weight, dy, ctx.needs_input_grad), None)
-        rows = dy.reshape(-1, dy.shape[-1])
-        dx = (rows @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
-        dw = rows.t() @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
-        db = rows.sum(0) if ctx.needs_input_grad[2] else None
-        return dx, dw, db, None
