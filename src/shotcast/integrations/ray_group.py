@@ -25,10 +25,10 @@ _NAME_BYTES = 128
 class ShotcastGroup(BaseGroup):
     """A group of ``ray.util.collective``: a CPU communicator, and a GPU communicator if each rank has its own GPU.
 
-    Construction is collective. Calls take what Ray passes: lists of one tensor, which is a ``torch.Tensor`` or an
-    array that shares memory through DLPack (numpy, CuPy). They write it in place. On the CPU a call returns when it
-    is done; on a GPU it is enqueued on the current stream. :class:`~shotcast.CollectiveTimeout` names a rank that
-    does not arrive, or whose actor has died; the group is then unusable, and :meth:`destroy_group` ends it.
+    Construction is collective. Calls take what Ray passes: lists of one tensor, which is a ``torch.Tensor`` or an array
+    that shares memory through DLPack (numpy, CuPy). They write it in place. On the CPU a call returns when it is done;
+    on a GPU it is enqueued on the current stream. :class:`~shotcast.CollectiveTimeout` names a rank that does not
+    arrive, or whose actor has died; the group is then unusable, and :meth:`destroy_group` ends it.
 
     Raises CollectiveTimeout if a rank does not join the construction.
     """
