@@ -47,12 +47,12 @@ class BenchCall:
 
     name: str
     run: Callable[[], Any]  # makes the call; on CUDA it enqueues the call, and can be captured
-    # puts the input in place. With ``overwrites`` it is needed before each call whose result is compared
-    load: Callable[[], Any]
     source: torch.Tensor  # the tensor that the call reads, and that work between calls writes
     # the tensors that hold the results, or that the call may write although this rank gets no result
     results: tuple[torch.Tensor, ...]
-    overwrites: bool = False  # the call destroys its input, as ``torch.distributed.all_reduce`` does
+    # puts the input in place before a call whose result is compared, if calls destroy it, as
+    # ``torch.distributed.all_reduce`` does; None if they do not
+    load: Callable[[], Any] | None = None
     # returns the values to compare with the reference, by name; None for ``sum``, the only result
     values: Callable[[], Mapping[str, torch.Tensor]] | None = None
 
@@ -72,10 +72,6 @@ class BenchCall:
                 result.fill_(torch.iinfo(result.dtype).max)
 
 
-def no_op() -> None:
-    pass
-
-
 def own_call(name: str, op: str, comm: Any, x: torch.Tensor, out: torch.Tensor, reduction: str = "sum") -> BenchCall:
     """Build a call of algorithm ``name`` of ``comm``, on ordinary tensors, out of place."""
     method, operation = getattr(comm, op), OPERATIONS.get(op, OPERATIONS["all_reduce"])
@@ -86,7 +82,7 @@ def own_call(name: str, op: str, comm: Any, x: torch.Tensor, out: torch.Tensor, 
         held = torch.empty_like(x)
         run = functools.partial(method, held, algorithm=name, **given)
         return _broadcast(name, run, comm.rank, x, held)
-    call = BenchCall(name, lambda: method(x, out=out, algorithm=name, **given), no_op, x, (out,))
+    call = BenchCall(name, lambda: method(x, out=out, algorithm=name, **given), x, (out,))
     return _without_result(call) if operation.to_root and comm.rank != ROOT else call
 
 
@@ -115,16 +111,14 @@ def library_call(
     run, operation = calls[op], OPERATIONS[op]
     if op == "broadcast":
         return _broadcast(name, run, rank, x, held)
-    if held is x:
-        call = BenchCall(name, run, no_op, x, (out,))
-    else:
-        call = BenchCall(name, run, lambda: held.copy_(x), held, (held,), overwrites=True)
+    in_place = held is not x
+    call = BenchCall(name, run, held, (held if in_place else out,), (lambda: held.copy_(x)) if in_place else None)
     return _without_result(call) if operation.to_root and rank != ROOT else call
 
 
 def _broadcast(name: str, run: Callable[[], Any], rank: int, x: torch.Tensor, held: torch.Tensor) -> BenchCall:
     """Build a broadcast of ``held``, which the root loads from ``x``."""
-    call = BenchCall(name, run, no_op, held, (held,), overwrites=True)
+    call = BenchCall(name, run, held, (held,))
     return dataclasses.replace(call, load=(lambda: held.copy_(x)) if rank == ROOT else call.wipe)
 
 
@@ -145,15 +139,14 @@ class SymmetricMemoryOps:
     def call(self, name: str, x: torch.Tensor, out: torch.Tensor) -> BenchCall:
         buffer, group_name, ops = self._buffer[: x.numel()], self._group_name, torch.ops.symm_mem
         if name == "torch_one_shot":
-            return BenchCall(
-                name, lambda: ops.one_shot_all_reduce_copy_out(buffer, x, "sum", group_name, out), no_op, x, (out,)
-            )
+            run = functools.partial(ops.one_shot_all_reduce_copy_out, buffer, x, "sum", group_name, out)
+            return BenchCall(name, run, x, (out,))
 
         def two_shot() -> None:
             buffer.copy_(x)
             ops.two_shot_all_reduce_out(buffer, "sum", group_name, out)
 
-        return BenchCall(name, two_shot, no_op, x, (out,))
+        return BenchCall(name, two_shot, x, (out,))
 
 
 class NcclMemory:
@@ -177,7 +170,7 @@ class NcclMemory:
     def call(self, name: str, x: torch.Tensor) -> BenchCall:
         held = self._buffer[: x.numel()].view(x.shape)
         run = functools.partial(dist.all_reduce, held, group=self._group)
-        return BenchCall(name, run, lambda: held.copy_(x), held, (held,), overwrites=True)
+        return BenchCall(name, run, held, (held,), lambda: held.copy_(x))
 
     def close(self) -> None:
         self._backend.deregister_mem_pool(self._pool)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from shotcast.bench import baselines, implementations
-from shotcast.bench.baselines import BenchCall, no_op
+from shotcast.bench.baselines import BenchCall
 from shotcast.bench.cases import Case, RankContext, Reference
 from shotcast.collectives import separate_norm
 from shotcast.collectives.norm_operands import Fp8Normed
@@ -46,11 +47,11 @@ class FusedCase(Case):
         comm: Any = self.context.comm
         x = self.x
         if name in implementations.PLAIN:
-            total, algorithm = self._new(), implementations.PLAIN[name]
-            return BenchCall(name, lambda: comm.all_reduce(x, out=total, algorithm=algorithm), no_op, x, (total,))
+            plain = baselines.own_call(implementations.PLAIN[name], "all_reduce", comm, x, self._new())
+            return dataclasses.replace(plain, name=name)
         if name == "unfused":
-            total = self._new()
-            return self._then_norm(name, lambda: comm.all_reduce(x, out=total), no_op, x, total)
+            reduced = baselines.own_call(implementations.AUTO, "all_reduce", comm, x, self._new())
+            return self._then_norm(name, reduced)
         if name in implementations.FP8:
             return self._quantized(name, comm)
         normed, new_residual = self._new(), self._new()
@@ -59,7 +60,7 @@ class FusedCase(Case):
         def fused() -> None:
             make(*operands, EPS, algorithm=name, out=(normed, new_residual))
 
-        return self._normed(name, fused, no_op, x, normed, new_residual)
+        return self._normed(BenchCall(name, fused, x, ()), normed, new_residual)
 
     @property
     def _operands(self) -> tuple[torch.Tensor, ...]:
@@ -69,34 +70,26 @@ class FusedCase(Case):
 
     def _other(self, name: str) -> BenchCall:
         reduced = baselines.library_call(name, "all_reduce", self.context.group, self.x, self._new())
-        return self._then_norm(name, reduced.run, reduced.load, reduced.source, reduced.source)
+        return self._then_norm(name, reduced)
 
-    def _normed(
-        self,
-        name: str,
-        run: Callable[[], Any],
-        load: Callable[[], Any],
-        source: torch.Tensor,
-        normed: torch.Tensor,
-        new_residual: torch.Tensor,
-    ) -> BenchCall:
+    def _normed(self, call: BenchCall, normed: torch.Tensor, new_residual: torch.Tensor) -> BenchCall:
+        """Return the call with these results."""
+
         def values() -> Mapping[str, torch.Tensor]:
             return {"normed": normed.double() - self.norm(new_residual), "new_residual": new_residual}
 
-        return BenchCall(name, run, load, source, (normed, new_residual), overwrites=load is not no_op, values=values)
+        return dataclasses.replace(call, results=(normed, new_residual), values=values)
 
-    def _then_norm(
-        self, name: str, reduce: Callable[[], Any], load: Callable[[], Any], source: torch.Tensor, total: torch.Tensor
-    ) -> BenchCall:
+    def _then_norm(self, name: str, reduced: BenchCall) -> BenchCall:
         normed, new_residual = self._new(), self._new()
         tensors = NormTensors(self._residual, self._weight, EPS, new_residual, normed, bias=self._bias)
         norm, by_kernel = Norm(self._hidden, kind=self._kind), self.context.device.type == "cuda"
 
         def run() -> None:
-            reduce()
-            separate_norm.norm_sum(total, tensors, norm, by_kernel)
+            reduced.run()
+            separate_norm.norm_sum(reduced.results[0], tensors, norm, by_kernel)
 
-        return self._normed(name, run, load, source, normed, new_residual)
+        return self._normed(dataclasses.replace(reduced, name=name, run=run), normed, new_residual)
 
     def _quantized(self, name: str, comm: Any) -> BenchCall:
         x = self.x
@@ -117,7 +110,7 @@ class FusedCase(Case):
             return {name: error, "new_residual": new_residual}
 
         results = (quantized, new_residual) if static else (quantized, scale, new_residual)
-        return BenchCall(name, run, no_op, x, results, values=values)
+        return BenchCall(name, run, x, results, values=values)
 
     @property
     def static_scale(self) -> torch.Tensor:

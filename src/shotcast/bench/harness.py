@@ -264,9 +264,7 @@ class RankHarness:
 
     def _call_once(self, call: BenchCall, reference: Reference | None) -> int | None:
         """Make one call after wiping its results; return the number of wrong elements, or None without a reference."""
-        call.load()
-        if not call.overwrites:
-            call.wipe()
+        (call.load or call.wipe)()
         self.control.barrier()
         call.run()
         return None if reference is None else self._wrong(call, reference)
@@ -292,7 +290,7 @@ class RankHarness:
         in_place: dict[_Task, torch.Tensor] = {}
         for call in calls:
             task = (self.config.measures[0], call.name)
-            if call.overwrites:
+            if call.load is not None:
                 in_place[task] = call.source.zero_()
             task_timers[task] = self._timer(call.run)
         if work is not None:

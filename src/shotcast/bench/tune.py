@@ -355,7 +355,7 @@ class TuneCase(Case):
         run = functools.partial(
             comm._run, op, self.x, out, algorithm=candidate.algorithm, launch=launch, sms=self.sms or None
         )
-        return BenchCall(name, run, lambda: None, self.x, (out,))
+        return BenchCall(name, run, self.x, (out,))
 
     def reference(self) -> Reference:
         if self._known is None:
