@@ -13,159 +13,97 @@ from typing import Any
 
 from llvmlite import ir
 
-from shotcast.device.cpu.lazy_numba import cgutils, intrinsic, signature, types
+from shotcast.device.cpu.floats import I32, WORD
+from shotcast.device.cpu.lazy_numba import cgutils, intrinsic
+from shotcast.device.cpu.vectors import call_function, number
 
-_WORD = ir.IntType(64)
 _BYTE_POINTER = ir.IntType(8).as_pointer()
 _MACHINE = platform.machine().lower()
 
 
 def _word_at(builder: Any, address: Any) -> Any:
-    return builder.inttoptr(address, _WORD.as_pointer())
+    return builder.inttoptr(address, WORD.as_pointer())
 
 
-@intrinsic
-def load(_context: Any, address: Any) -> Any:
+@intrinsic("int64")
+def load(builder: Any, address: Any) -> Any:
     """Load the word at ``address``, which no other rank writes at the same time."""
-
-    def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.load(_word_at(builder, arguments[0]))
-
-    return signature(types.int64, types.int64), generate
+    return builder.load(_word_at(builder, address))
 
 
-@intrinsic
-def store(_context: Any, address: Any, value: Any) -> Any:
+@intrinsic()
+def store(builder: Any, address: Any, value: Any) -> None:
     """Store the word at ``address``, which no other rank reads at the same time."""
-
-    def generate(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        builder.store(arguments[1], _word_at(builder, arguments[0]))
-        return target.get_dummy_value()
-
-    return signature(types.void, types.int64, types.int64), generate
+    builder.store(value, _word_at(builder, address))
 
 
-@intrinsic
-def load_acquire(_context: Any, address: Any) -> Any:
+@intrinsic("int64")
+def load_acquire(builder: Any, address: Any) -> Any:
     """Load the word at ``address``, written by another rank with :func:`store_release`."""
-
-    def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.load_atomic(_word_at(builder, arguments[0]), "acquire", 8)
-
-    return signature(types.int64, types.int64), generate
+    return builder.load_atomic(_word_at(builder, address), "acquire", 8)
 
 
-@intrinsic
-def store_release(_context: Any, address: Any, value: Any) -> Any:
+@intrinsic()
+def store_release(builder: Any, address: Any, value: Any) -> None:
     """Store the word at ``address`` after everything that this rank has read and written."""
-
-    def generate(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        builder.store_atomic(arguments[1], _word_at(builder, arguments[0]), "release", 8)
-        return target.get_dummy_value()
-
-    return signature(types.void, types.int64, types.int64), generate
+    builder.store_atomic(value, _word_at(builder, address), "release", 8)
 
 
-@intrinsic
-def pause(_context: Any) -> Any:
+@intrinsic()
+def pause(builder: Any) -> None:
     """Tell the core that this is a spinning loop."""
-
-    def generate(target: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
-        if _MACHINE in ("x86_64", "amd64"):
-            kind = ir.FunctionType(ir.VoidType(), [])
-            builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse2.pause"), [])
-        elif _MACHINE in ("aarch64", "arm64"):
-            kind = ir.FunctionType(ir.VoidType(), [ir.IntType(32)])
-            hint = cgutils.get_or_insert_function(builder.module, kind, "llvm.aarch64.hint")
-            builder.call(hint, [ir.Constant(ir.IntType(32), 1)])  # yield
-        return target.get_dummy_value()
-
-    return signature(types.void), generate
+    if _MACHINE in ("x86_64", "amd64"):
+        call_function(builder, "llvm.x86.sse2.pause", ir.VoidType())
+    elif _MACHINE in ("aarch64", "arm64"):
+        call_function(builder, "llvm.aarch64.hint", ir.VoidType(), ir.Constant(I32, 1))  # yield
 
 
-@intrinsic
-def copy(_context: Any, destination: Any, source: Any, nbytes: Any) -> Any:
+@intrinsic()
+def copy(builder: Any, destination: Any, source: Any, nbytes: Any) -> None:
     """Copy ``nbytes`` bytes between memory ranges that are disjoint or identical."""
-
-    def generate(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        to, source, nbytes = arguments
-        # Equal addresses are an in-place call, for which memcpy is undefined.
-        with builder.if_then(builder.icmp_signed("!=", to, source)):
-            cgutils.raw_memcpy(
-                builder, builder.inttoptr(to, _BYTE_POINTER), builder.inttoptr(source, _BYTE_POINTER), nbytes, 1
-            )
-        return target.get_dummy_value()
-
-    return signature(types.void, types.int64, types.int64, types.int64), generate
+    # Equal addresses are an in-place call, for which memcpy is undefined.
+    with builder.if_then(builder.icmp_signed("!=", destination, source)):
+        pointers = (builder.inttoptr(address, _BYTE_POINTER) for address in (destination, source))
+        cgutils.raw_memcpy(builder, *pointers, nbytes, 1)
 
 
-@intrinsic
-def call_arithmetic(_context: Any, function: Any, destination: Any, sources: Any, world_size: Any, count: Any) -> Any:
+@intrinsic()
+def call_arithmetic(builder: Any, function: Any, destination: Any, sources: Any, world_size: Any, count: Any) -> None:
     """Call the :class:`~shotcast.device.cpu.compilation.Arithmetic` at address ``function`` with the other four
     arguments."""
-
-    def generate(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [_WORD] * 4)
-        builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
-        return target.get_dummy_value()
-
-    return signature(types.void, *(types.int64,) * 5), generate
+    kind = ir.FunctionType(ir.VoidType(), [WORD] * 4)
+    builder.call(builder.inttoptr(function, kind.as_pointer()), [destination, sources, world_size, count])
 
 
-@intrinsic
-def monotonic_ns(_context: Any) -> Any:
+@intrinsic("int64")
+def monotonic_ns(builder: Any) -> Any:
     """Read the clock used for deadlines, in nanoseconds; it continues while a process is stopped."""
-
-    def generate(_target: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
-        timespec = cgutils.alloca_once(builder, ir.ArrayType(_WORD, 2))
-        kind = ir.FunctionType(ir.IntType(32), [ir.IntType(32), timespec.type])
-        clock_gettime = cgutils.get_or_insert_function(builder.module, kind, "clock_gettime")
-        builder.call(clock_gettime, [ir.Constant(ir.IntType(32), 1), timespec])  # CLOCK_MONOTONIC
-        now = builder.load(timespec)
-        seconds = builder.mul(builder.extract_value(now, 0), ir.Constant(_WORD, 1_000_000_000))
-        return builder.add(seconds, builder.extract_value(now, 1))
-
-    return signature(types.int64), generate
+    timespec = cgutils.alloca_once(builder, ir.ArrayType(WORD, 2))
+    call_function(builder, "clock_gettime", I32, ir.Constant(I32, 1), timespec)  # CLOCK_MONOTONIC
+    now = builder.load(timespec)
+    seconds = builder.mul(builder.extract_value(now, 0), number(1_000_000_000))
+    return builder.add(seconds, builder.extract_value(now, 1))
 
 
-@intrinsic
-def sleep_ns(_context: Any, duration: Any) -> Any:
+@intrinsic()
+def sleep_ns(builder: Any, duration: Any) -> None:
     """Release the core for ``duration`` nanoseconds (under a second); with 0, yield it to other runnable threads."""
-
-    def generate(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        none = ir.Constant(_WORD, 0)
-        with builder.if_else(builder.icmp_signed("==", arguments[0], none)) as (now, later):
-            with now:
-                kind = ir.FunctionType(ir.IntType(32), [])
-                builder.call(cgutils.get_or_insert_function(builder.module, kind, "sched_yield"), [])
-            with later:
-                timespec = cgutils.alloca_once_value(builder, cgutils.pack_array(builder, [none, arguments[0]], _WORD))
-                kind = ir.FunctionType(ir.IntType(32), [timespec.type, _BYTE_POINTER])
-                nanosleep = cgutils.get_or_insert_function(builder.module, kind, "nanosleep")
-                builder.call(nanosleep, [timespec, ir.Constant(_BYTE_POINTER, None)])
-        return target.get_dummy_value()
-
-    return signature(types.void, types.int64), generate
+    with builder.if_else(builder.icmp_signed("==", duration, number(0))) as (now, later):
+        with now:
+            call_function(builder, "sched_yield", I32)
+        with later:
+            timespec = cgutils.alloca_once_value(builder, cgutils.pack_array(builder, [number(0), duration], WORD))
+            call_function(builder, "nanosleep", I32, timespec, ir.Constant(_BYTE_POINTER, None))
 
 
-@intrinsic
-def interrupted(_context: Any) -> Any:
+@intrinsic("boolean")
+def interrupted(builder: Any) -> Any:
     """Run the handlers of pending signals, on the main thread; return whether one of them raised.
 
     Its exception stays pending in the interpreter until the compiled code returns. This takes the interpreter lock,
     which the caller must not hold.
     """
-
-    def generate(_target: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
-        number = ir.IntType(32)
-
-        def call(name: str, result: Any, *arguments: Any) -> Any:
-            kind = ir.FunctionType(result, [argument.type for argument in arguments])
-            return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
-
-        state = call("PyGILState_Ensure", number)
-        raised = builder.icmp_signed("!=", call("PyErr_CheckSignals", number), ir.Constant(number, 0))
-        call("PyGILState_Release", ir.VoidType(), state)
-        return raised
-
-    return signature(types.boolean), generate
+    state = call_function(builder, "PyGILState_Ensure", I32)
+    raised = builder.icmp_signed("!=", call_function(builder, "PyErr_CheckSignals", I32), ir.Constant(I32, 0))
+    call_function(builder, "PyGILState_Release", ir.VoidType(), state)
+    return raised

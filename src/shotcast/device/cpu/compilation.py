@@ -27,6 +27,8 @@ from typing import Any
 
 from llvmlite import binding, ir
 
+from shotcast.device.cpu.vectors import call_function
+
 logger = logging.getLogger(__name__)
 
 _OPTIONS = {"nopython": True, "error_model": "numpy"}
@@ -182,13 +184,6 @@ def _machine_code(function: Callable[..., Any], kind: str) -> bytes:
     return bytes(cpu_target.target_context.codegen()._tm.emit_object(linked))
 
 
-def _call(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
-    """Call a function of the interpreter."""
-    kind = ir.FunctionType(result, [argument.type for argument in arguments])
-    function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
-    return builder.call(function, arguments)
-
-
 def _add_schedule_entry(module: Any, context: Any, descriptor: Any) -> None:
     """Add ``entry(self, arguments, count)``, a CPython function that runs without the interpreter lock."""
     word, none, pointer = ir.IntType(64), ir.VoidType(), ir.IntType(8).as_pointer()
@@ -196,26 +191,26 @@ def _add_schedule_entry(module: Any, context: Any, descriptor: Any) -> None:
     builder = ir.IRBuilder(entry.append_basic_block())
     null = ir.Constant(pointer, None)
     with builder.if_then(builder.icmp_signed("!=", entry.args[2], ir.Constant(word, _ARGUMENTS)), likely=False):
-        _call(builder, "PyErr_BadArgument", ir.IntType(32))
+        call_function(builder, "PyErr_BadArgument", ir.IntType(32))
         builder.ret(null)
     words = []
     for place in range(_ARGUMENTS):
         argument = builder.load(builder.gep(entry.args[1], [ir.Constant(word, place)]))
-        words.append(_call(builder, "PyLong_AsLongLong", word, argument))
+        words.append(call_function(builder, "PyLong_AsLongLong", word, argument))
 
     def return_if_raised() -> None:
-        raised = builder.icmp_unsigned("!=", _call(builder, "PyErr_Occurred", pointer), null)
+        raised = builder.icmp_unsigned("!=", call_function(builder, "PyErr_Occurred", pointer), null)
         with builder.if_then(raised, likely=False):
             builder.ret(null)
 
     return_if_raised()
-    state = _call(builder, "PyEval_SaveThread", pointer)
+    state = call_function(builder, "PyEval_SaveThread", pointer)
     function = context.declare_function(module, descriptor)
     convention = context.call_conv
     _, status = convention.call_function(builder, function, descriptor.restype, descriptor.argtypes, words)
-    _call(builder, "PyEval_RestoreThread", none, state)
+    call_function(builder, "PyEval_RestoreThread", none, state)
     return_if_raised()  # by a signal handler that ended a wait
-    builder.ret(_call(builder, "PyLong_FromLongLong", pointer, status))
+    builder.ret(call_function(builder, "PyLong_FromLongLong", pointer, status))
 
 
 def _add_arithmetic_entry(module: Any, context: Any, descriptor: Any) -> None:

@@ -61,11 +61,28 @@ def njit(**options: Any) -> Callable[[Callable[..., Any]], HostFunction]:
     return lambda function: HostFunction(function, lambda one: importlib.import_module("numba").njit(**options)(one))
 
 
-def intrinsic(*functions: Callable[..., Any], **options: Any) -> Any:
-    """Decorate a function that returns a signature and an LLVM code generator, like numba's ``intrinsic``."""
+def intrinsic(result: str = "void", literals: int = 0) -> Any:
+    """Decorate ``generate(builder, *arguments)``, which writes the LLVM code of a function of 64-bit words.
 
-    def decorate(function: Callable[..., Any]) -> Any:
-        decorator = importlib.import_module("numba.extending").intrinsic
-        return decorator(**options)(function) if options else decorator(function)
+    Args:
+        result: numba's name of the result's type; ``generate`` returns the result unless it is ``void``.
+        literals: the number of leading arguments that are constants of the caller, which ``generate`` gets as values.
+    """
 
-    return HostFunction(functions[0], decorate) if functions else lambda function: HostFunction(function, decorate)
+    def decorate(generate: Callable[..., Any]) -> HostFunction:
+        def define(_context: Any, *kinds: Any) -> Any:
+            constants = [kind.literal_value for kind in kinds[:literals]]
+
+            def lower(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+                value = generate(builder, *constants, *arguments[literals:])
+                return target.get_dummy_value() if result == "void" else value
+
+            words = (types.int64,) * (len(kinds) - literals)
+            return signature(getattr(types, result), *kinds[:literals], *words), lower
+
+        def declare(function: Callable[..., Any]) -> Any:
+            return importlib.import_module("numba.extending").intrinsic(prefer_literal=literals > 0)(function)
+
+        return HostFunction(update_wrapper(define, generate), declare)
+
+    return decorate

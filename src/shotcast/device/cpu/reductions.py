@@ -25,9 +25,9 @@ from typing import Any
 from llvmlite import ir
 
 from shotcast.device.cpu.compilation import Arithmetic
-from shotcast.device.cpu.floats import F32, FORMATS, WORD, form_of, splat, vector
-from shotcast.device.cpu.lazy_numba import cgutils, intrinsic, signature, types
-from shotcast.device.cpu.vectors import broadcast_lanes, for_each_vector, load_at, number, store_at
+from shotcast.device.cpu.floats import F32, FORMATS, form_of, splat, vector
+from shotcast.device.cpu.lazy_numba import intrinsic
+from shotcast.device.cpu.vectors import broadcast_lanes, combine_ranks, for_each_vector, load_at, number, store_at
 from shotcast.wire import INTEGERS, OF_BOOL, REDUCED, REDUCIBLE, SIXTEEN_BITS
 
 F64 = ir.DoubleType()
@@ -153,35 +153,27 @@ def reducer(form: str, reduction: str) -> Reducer:
     return _of_extremum(dtype, reduction) if reduction in ("max", "min") else _of_floats(dtype, form, reduction)
 
 
-@intrinsic(prefer_literal=True)
+@intrinsic(literals=3)
 def _reduce(
-    _context: Any, form: Any, reduction: Any, result: Any, destination: Any, sources: Any, world_size: Any, count: Any
-) -> Any:
-    by, given = (reducer(one.literal_value, reduction.literal_value) for one in (form, result))
+    builder: Any, form: str, reduction: str, result: str, destination: Any, sources: Any, world_size: Any, count: Any
+) -> None:
+    by, given = reducer(form, reduction), reducer(result, reduction)
+    ranks = builder.uitofp(world_size, by.wide) if by.divided else None
 
-    def generate(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        _, _, _, destination, sources, world_size, count = arguments
-        ranks = builder.uitofp(world_size, by.wide) if by.divided else None
+    def reduce(first: Any, lanes: int) -> None:
+        offset = builder.mul(first, number(by.nbytes))
 
-        def reduce(first: Any, lanes: int) -> None:
-            offset = builder.mul(first, number(by.nbytes))
-            total = cgutils.alloca_once(builder, vector(by.wide, lanes))
-            builder.store(splat(by.wide, lanes, by.start), total)
-            with cgutils.for_range(builder, world_size) as rank:
-                source = load_at(builder, WORD, builder.add(sources, builder.mul(rank.index, number(8))))
-                item = load_at(builder, vector(by.stored, lanes), builder.add(source, offset))
-                value = by.widen(builder, item, lanes)
-                builder.store(by.combine(builder, builder.load(total), value, lanes), total)
-            outcome = builder.load(total)
-            if ranks is not None:
-                outcome = builder.fdiv(outcome, broadcast_lanes(builder, ranks, lanes))
-            outcome = given.narrow(builder, outcome, lanes)
-            store_at(builder, outcome, builder.add(destination, builder.mul(first, number(given.nbytes))))
+        def combine(total: Any, source: Any) -> Any:
+            item = load_at(builder, vector(by.stored, lanes), builder.add(source, offset))
+            return by.combine(builder, total, by.widen(builder, item, lanes), lanes)
 
-        for_each_vector(builder, builder.mul(count, number(by.numbers)), reduce)
-        return target.get_dummy_value()
+        outcome = combine_ranks(builder, sources, world_size, splat(by.wide, lanes, by.start), combine)
+        if ranks is not None:
+            outcome = builder.fdiv(outcome, broadcast_lanes(builder, ranks, lanes))
+        outcome = given.narrow(builder, outcome, lanes)
+        store_at(builder, outcome, builder.add(destination, builder.mul(first, number(given.nbytes))))
 
-    return signature(types.void, form, reduction, result, *(types.int64,) * 4), generate
+    for_each_vector(builder, builder.mul(count, number(by.numbers)), reduce)
 
 
 @functools.cache

@@ -20,9 +20,17 @@ from llvmlite import ir
 
 from shotcast.device.cpu.compilation import Arithmetic
 from shotcast.device.cpu.float8 import BYTE, from_e4m3, to_e4m3
-from shotcast.device.cpu.floats import F32, FORMATS, I32, INFINITY, LANES, WORD, form_of, splat, vector
-from shotcast.device.cpu.lazy_numba import cgutils, intrinsic, njit, signature, types
-from shotcast.device.cpu.vectors import broadcast_lanes, for_each_vector, load_at, number, reduce_lanes, store_at
+from shotcast.device.cpu.floats import F32, FORMATS, I32, INFINITY, WORD, form_of, splat, vector
+from shotcast.device.cpu.lazy_numba import cgutils, intrinsic, njit
+from shotcast.device.cpu.vectors import (
+    broadcast_lanes,
+    combine_ranks,
+    for_each_vector,
+    largest,
+    load_at,
+    number,
+    store_at,
+)
 from shotcast.wire import FP8_BLOCK, FP8_FLOOR, FP8_LARGEST, REDUCIBLE
 
 SCALE_BYTES = 4
@@ -47,21 +55,12 @@ def _for_blocks(builder: Any, count: Any, body: Callable[[Any, Any], None]) -> N
 
 def _store_block(builder: Any, address: Any, length: Any, value_at: Callable[[Any, int], Any]) -> None:
     """Write the block of ``length`` float32 values ``value_at(index, lanes)`` to ``address``, reading them twice."""
-    maxima = {lanes: cgutils.alloca_once(builder, vector(I32, lanes)) for lanes in (1, LANES)}
-    for lanes, start in maxima.items():
-        builder.store(splat(I32, lanes, FP8_FLOOR), start)
 
-    def larger(left: Any, right: Any) -> Any:
-        return builder.select(builder.icmp_unsigned(">", left, right), left, right)
-
-    def scan_magnitudes(index: Any, lanes: int) -> None:
+    def bits_at(index: Any, lanes: int) -> Any:
         bits = builder.bitcast(value_at(index, lanes), vector(I32, lanes))
-        bits = builder.and_(bits, splat(I32, lanes, 0x7FFFFFFF))
-        builder.store(larger(builder.load(maxima[lanes]), bits), maxima[lanes])
+        return builder.and_(bits, splat(I32, lanes, 0x7FFFFFFF))
 
-    for_each_vector(builder, length, scan_magnitudes)
-    # Magnitudes compare as integers, infinity above all numbers, and NaN above infinity.
-    bits = larger(reduce_lanes(builder, builder.load(maxima[LANES]), larger), builder.load(maxima[1]))
+    bits = largest(builder, length, bits_at, FP8_FLOOR)
     finite = builder.icmp_unsigned("<", bits, ir.Constant(I32, INFINITY))
     amax, fp8_max = builder.bitcast(bits, F32), ir.Constant(F32, FP8_LARGEST)
     scale = builder.select(finite, builder.fdiv(amax, fp8_max), builder.bitcast(ir.Constant(I32, _NAN), F32))
@@ -86,80 +85,61 @@ def _block_at(builder: Any, address: Any, block: Any) -> Any:
     return builder.add(address, builder.mul(block, number(BLOCK_BYTES)))
 
 
-@intrinsic(prefer_literal=True)
-def _encode(_context: Any, dtype: Any, destination: Any, source: Any, count: Any) -> Any:
-    form = FORMATS[dtype.literal_value]
+@intrinsic(literals=1)
+def _encode(builder: Any, dtype: str, destination: Any, source: Any, count: Any) -> None:
+    form = FORMATS[dtype]
     itemsize = 4 if form.stored is F32 else 2
 
-    def generate(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        _, destination, source, count = arguments
+    def encode(block: Any, length: Any) -> None:
+        first = builder.add(source, builder.mul(block, number(FP8_BLOCK * itemsize)))
 
-        def encode(block: Any, length: Any) -> None:
-            first = builder.add(source, builder.mul(block, number(FP8_BLOCK * itemsize)))
+        def value_at(index: Any, lanes: int) -> Any:
+            item = builder.add(first, builder.mul(index, number(itemsize)))
+            return form.widen(builder, load_at(builder, vector(form.stored, lanes), item), lanes)
 
-            def value_at(index: Any, lanes: int) -> Any:
-                item = builder.add(first, builder.mul(index, number(itemsize)))
-                return form.widen(builder, load_at(builder, vector(form.stored, lanes), item), lanes)
+        _store_block(builder, _block_at(builder, destination, block), length, value_at)
 
-            _store_block(builder, _block_at(builder, destination, block), length, value_at)
-
-        _for_blocks(builder, count, encode)
-        return target.get_dummy_value()
-
-    return signature(types.void, dtype, *(types.int64,) * 3), generate
+    _for_blocks(builder, count, encode)
 
 
-@intrinsic(prefer_literal=True)
-def _decode(_context: Any, dtype: Any, destination: Any, source: Any, count: Any) -> Any:
-    form = FORMATS[dtype.literal_value]
+@intrinsic(literals=1)
+def _decode(builder: Any, dtype: str, destination: Any, source: Any, count: Any) -> None:
+    form = FORMATS[dtype]
     itemsize = 4 if form.stored is F32 else 2
 
-    def generate(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        _, destination, source, count = arguments
+    def decode(block: Any, length: Any) -> None:
+        first = builder.add(destination, builder.mul(block, number(FP8_BLOCK * itemsize)))
+        address = _block_at(builder, source, block)
 
-        def decode(block: Any, length: Any) -> None:
-            first = builder.add(destination, builder.mul(block, number(FP8_BLOCK * itemsize)))
-            address = _block_at(builder, source, block)
+        def write(index: Any, lanes: int) -> None:
+            value = form.narrow(builder, _load_block(builder, address, index, lanes), lanes)
+            store_at(builder, value, builder.add(first, builder.mul(index, number(itemsize))))
 
-            def write(index: Any, lanes: int) -> None:
-                value = form.narrow(builder, _load_block(builder, address, index, lanes), lanes)
-                store_at(builder, value, builder.add(first, builder.mul(index, number(itemsize))))
+        for_each_vector(builder, length, write)
 
-            for_each_vector(builder, length, write)
-
-        _for_blocks(builder, count, decode)
-        return target.get_dummy_value()
-
-    return signature(types.void, dtype, *(types.int64,) * 3), generate
+    _for_blocks(builder, count, decode)
 
 
-@intrinsic
-def _sum(_context: Any, destination: Any, sources: Any, world_size: Any, count: Any) -> Any:
-    def generate(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        destination, sources, world_size, count = arguments
-        totals = builder.ptrtoint(cgutils.alloca_once(builder, ir.ArrayType(F32, FP8_BLOCK)), WORD)
+@intrinsic()
+def _sum(builder: Any, destination: Any, sources: Any, world_size: Any, count: Any) -> None:
+    totals = builder.ptrtoint(cgutils.alloca_once(builder, ir.ArrayType(F32, FP8_BLOCK)), WORD)
 
-        def add(block: Any, length: Any) -> None:
-            def total_of(index: Any, lanes: int) -> None:
-                total = cgutils.alloca_once(builder, vector(F32, lanes))
-                builder.store(splat(F32, lanes, 0.0), total)
-                with cgutils.for_range(builder, world_size) as rank:
-                    pointer = builder.add(sources, builder.mul(rank.index, number(8)))
-                    address = _block_at(builder, load_at(builder, WORD, pointer), block)
-                    builder.store(builder.fadd(builder.load(total), _load_block(builder, address, index, lanes)), total)
-                store_at(builder, builder.load(total), builder.add(totals, builder.mul(index, number(4))))
+    def add(block: Any, length: Any) -> None:
+        def total_of(index: Any, lanes: int) -> None:
+            def combine(total: Any, source: Any) -> Any:
+                return builder.fadd(total, _load_block(builder, _block_at(builder, source, block), index, lanes))
 
-            for_each_vector(builder, length, total_of)
+            total = combine_ranks(builder, sources, world_size, splat(F32, lanes, 0.0), combine)
+            store_at(builder, total, builder.add(totals, builder.mul(index, number(4))))
 
-            def value_at(index: Any, lanes: int) -> Any:
-                return load_at(builder, vector(F32, lanes), builder.add(totals, builder.mul(index, number(4))))
+        for_each_vector(builder, length, total_of)
 
-            _store_block(builder, _block_at(builder, destination, block), length, value_at)
+        def value_at(index: Any, lanes: int) -> Any:
+            return load_at(builder, vector(F32, lanes), builder.add(totals, builder.mul(index, number(4))))
 
-        _for_blocks(builder, count, add)
-        return target.get_dummy_value()
+        _store_block(builder, _block_at(builder, destination, block), length, value_at)
 
-    return signature(types.void, *(types.int64,) * 4), generate
+    _for_blocks(builder, count, add)
 
 
 @functools.cache

@@ -32,8 +32,17 @@ from shotcast.device.cpu.atomics import call_arithmetic, load, store
 from shotcast.device.cpu.compilation import Arithmetic
 from shotcast.device.cpu.float8 import to_e4m3
 from shotcast.device.cpu.floats import F32, FORMATS, I32, INFINITY, LANES, WORD, form_of, splat, vector
-from shotcast.device.cpu.lazy_numba import cgutils, intrinsic, njit, signature, types
-from shotcast.device.cpu.vectors import broadcast_lanes, for_each_vector, load_at, number, reduce_lanes, store_at
+from shotcast.device.cpu.lazy_numba import cgutils, intrinsic, njit
+from shotcast.device.cpu.vectors import (
+    broadcast_lanes,
+    combine_ranks,
+    for_each_vector,
+    largest,
+    load_at,
+    number,
+    reduce_lanes,
+    store_at,
+)
 from shotcast.transport.cpu.layout import (
     ADD,
     BIAS,
@@ -89,57 +98,45 @@ class _Fields:
         return load_at(self._builder, vector(self._stored, lanes), self.item(address, index))
 
 
-@intrinsic(prefer_literal=True)
-def _add(_context: Any, dtype: Any, kind: Any, row: Any, sources: Any, world_size: Any, count: Any) -> Any:
-    form, squares = FORMATS[dtype.literal_value], kind.literal_value == RMS
+@intrinsic(literals=2)
+def _add(builder: Any, dtype: str, kind: str, row: Any, sources: Any, world_size: Any, count: Any) -> None:
+    form = FORMATS[dtype]
+    fields = _Fields(builder, row, form.stored)
+    residual, new_residual = fields.word(RESIDUAL), fields.word(NEW_RESIDUAL)
+    column, start = fields.word(COLUMN), fields.float32(START)
 
-    def generate(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        _, _, row, sources, world_size, count = arguments
-        fields = _Fields(builder, row, form.stored)
-        residual, new_residual = fields.word(RESIDUAL), fields.word(NEW_RESIDUAL)
-        column, start = fields.word(COLUMN), fields.float32(START)
+    def terms_of(index: Any, lanes: int) -> Any:
+        def combine(total: Any, source: Any) -> Any:
+            return builder.fadd(total, form.widen(builder, fields.read(source, index, lanes), lanes))
 
-        def terms_of(index: Any, lanes: int) -> Any:
-            total = cgutils.alloca_once(builder, vector(F32, lanes))
-            builder.store(broadcast_lanes(builder, start, lanes), total)
-            with cgutils.for_range(builder, world_size) as rank:
-                address = builder.add(sources, builder.mul(rank.index, number(8)))
-                item = form.widen(builder, fields.read(load_at(builder, WORD, address), index, lanes), lanes)
-                builder.store(builder.fadd(builder.load(total), item), total)
-            rounded = form.widen(builder, form.narrow(builder, builder.load(total), lanes), lanes)
-            added = builder.fadd(rounded, form.widen(builder, fields.read(residual, index, lanes), lanes))
-            result = form.narrow(builder, added, lanes)
-            store_at(builder, result, fields.item(new_residual, index))
-            value = form.widen(builder, result, lanes)
-            return builder.fmul(value, value) if squares else value
+        total = combine_ranks(builder, sources, world_size, broadcast_lanes(builder, start, lanes), combine)
+        rounded = form.widen(builder, form.narrow(builder, total, lanes), lanes)
+        added = builder.fadd(rounded, form.widen(builder, fields.read(residual, index, lanes), lanes))
+        result = form.narrow(builder, added, lanes)
+        store_at(builder, result, fields.item(new_residual, index))
+        value = form.widen(builder, result, lanes)
+        return builder.fmul(value, value) if kind == RMS else value
 
-        def add_singles(first: Any, count: Any) -> None:
-            with cgutils.for_range(builder, count) as item:
-                index = builder.add(first, item.index)
-                address = fields.squares(builder.urem(builder.add(column, index), number(LANES)))
-                store_at(builder, builder.fadd(load_at(builder, F32, address), terms_of(index, 1)), address)
+    def add_singles(first: Any, count: Any) -> None:
+        with cgutils.for_range(builder, count) as item:
+            index = builder.add(first, item.index)
+            address = fields.squares(builder.urem(builder.add(column, index), number(LANES)))
+            store_at(builder, builder.fadd(load_at(builder, F32, address), terms_of(index, 1)), address)
 
-        # Single elements up to a multiple of LANES columns, so that vector lanes match the partial sums.
-        head = builder.urem(builder.sub(number(0), column), number(LANES))
-        head = builder.select(builder.icmp_unsigned("<", head, count), head, count)
-        add_singles(number(0), head)
-        blocks = builder.udiv(builder.sub(count, head), number(LANES))
-        wide = vector(F32, LANES)
-        lanes = cgutils.alloca_once(builder, wide)
-        builder.store(load_at(builder, wide, fields.squares(number(0))), lanes)
-        with cgutils.for_range(builder, blocks) as block:
-            index = builder.add(head, builder.mul(block.index, number(LANES)))
-            builder.store(builder.fadd(builder.load(lanes), terms_of(index, LANES)), lanes)
-        store_at(builder, builder.load(lanes), fields.squares(number(0)))
-        tail = builder.add(head, builder.mul(blocks, number(LANES)))
-        add_singles(tail, builder.sub(count, tail))
-        return target.get_dummy_value()
-
-    return signature(types.void, dtype, kind, *(types.int64,) * 4), generate
-
-
-def _as_it_is(value: Any, lanes: int) -> Any:
-    return value
+    # Single elements up to a multiple of LANES columns, so that vector lanes match the partial sums.
+    head = builder.urem(builder.sub(number(0), column), number(LANES))
+    head = builder.select(builder.icmp_unsigned("<", head, count), head, count)
+    add_singles(number(0), head)
+    blocks = builder.udiv(builder.sub(count, head), number(LANES))
+    wide = vector(F32, LANES)
+    lanes = cgutils.alloca_once(builder, wide)
+    builder.store(load_at(builder, wide, fields.squares(number(0))), lanes)
+    with cgutils.for_range(builder, blocks) as block:
+        index = builder.add(head, builder.mul(block.index, number(LANES)))
+        builder.store(builder.fadd(builder.load(lanes), terms_of(index, LANES)), lanes)
+    store_at(builder, builder.load(lanes), fields.squares(number(0)))
+    tail = builder.add(head, builder.mul(blocks, number(LANES)))
+    add_singles(tail, builder.sub(count, tail))
 
 
 def _centre(builder: Any, form: Any, fields: _Fields, values: Any, hidden: Any, mean: Any) -> tuple[Any, Any]:
@@ -184,91 +181,76 @@ def _centre(builder: Any, form: Any, fields: _Fields, values: Any, hidden: Any, 
     return variance, centred
 
 
-@intrinsic(prefer_literal=True)
-def _norm(_context: Any, dtype: Any, weight_dtype: Any, kind: Any, row: Any, values: Any, hidden: Any) -> Any:
-    form, weight_form = FORMATS[dtype.literal_value], FORMATS[weight_dtype.literal_value]
+@intrinsic(literals=3)
+def _norm(builder: Any, dtype: str, weight_dtype: str, kind: str, row: Any, values: Any, hidden: Any) -> None:
+    form, weight_form = FORMATS[dtype], FORMATS[weight_dtype]
+    fields, weights = _Fields(builder, row, form.stored), _Fields(builder, row, weight_form.stored)
+    weight, normed, quantized = fields.word(WEIGHT), fields.word(NORMED), fields.word(QUANTIZED)
+    none = number(0)
+    keep_normed = builder.icmp_unsigned("!=", normed, none)
+    do_quantize = builder.icmp_unsigned("!=", quantized, none)
+    dynamic = builder.icmp_unsigned("!=", fields.word(DYNAMIC), none)
 
-    def generate(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        _, _, _, row, values, hidden = arguments
-        fields, weights = _Fields(builder, row, form.stored), _Fields(builder, row, weight_form.stored)
-        weight, normed, quantized = fields.word(WEIGHT), fields.word(NORMED), fields.word(QUANTIZED)
-        none = number(0)
-        keep_normed = builder.icmp_unsigned("!=", normed, none)
-        do_quantize = builder.icmp_unsigned("!=", quantized, none)
-        dynamic = builder.icmp_unsigned("!=", fields.word(DYNAMIC), none)
+    wide = vector(F32, LANES)
+    total = reduce_lanes(builder, load_at(builder, wide, fields.squares(none)), builder.fadd)
+    store_at(builder, splat(F32, LANES, 0.0), fields.squares(none))
+    mean = builder.fdiv(total, builder.sitofp(hidden, F32))  # of the squares, or of the values
+    if kind == RMS:
+        spread, centred = mean, lambda value, lanes: value
+    else:
+        spread, centred = _centre(builder, form, fields, values, hidden, mean)
+    root = builder.module.declare_intrinsic("llvm.sqrt", [F32])
+    root = builder.call(root, [builder.fadd(spread, fields.float32(EPS))])
+    one = ir.Constant(F32, 1.0)
+    factor = builder.fdiv(one, root)
 
-        wide = vector(F32, LANES)
-        total = reduce_lanes(builder, load_at(builder, wide, fields.squares(none)), builder.fadd)
-        store_at(builder, splat(F32, LANES, 0.0), fields.squares(none))
-        mean = builder.fdiv(total, builder.sitofp(hidden, F32))  # of the squares, or of the values
-        if kind.literal_value == RMS:
-            spread, centred = mean, _as_it_is
-        else:
-            spread, centred = _centre(builder, form, fields, values, hidden, mean)
-        root = builder.module.declare_intrinsic("llvm.sqrt", [F32])
-        root = builder.call(root, [builder.fadd(spread, fields.float32(EPS))])
-        one = ir.Constant(F32, 1.0)
-        factor = builder.fdiv(one, root)
+    def normed_at(index: Any, lanes: int) -> Any:
+        value = centred(form.widen(builder, fields.read(values, index, lanes), lanes), lanes)
+        value = builder.fmul(value, broadcast_lanes(builder, factor, lanes))
+        value = builder.fmul(value, weight_form.widen(builder, weights.read(weight, index, lanes), lanes))
+        if kind == LAYER_WITH_BIAS:
+            bias = weight_form.widen(builder, weights.read(fields.word(BIAS), index, lanes), lanes)
+            value = builder.fadd(value, bias)
+        return form.narrow(builder, value, lanes)
 
-        def normed_at(index: Any, lanes: int) -> Any:
-            value = centred(form.widen(builder, fields.read(values, index, lanes), lanes), lanes)
-            value = builder.fmul(value, broadcast_lanes(builder, factor, lanes))
-            value = builder.fmul(value, weight_form.widen(builder, weights.read(weight, index, lanes), lanes))
-            if kind.literal_value == LAYER_WITH_BIAS:
-                bias = weight_form.widen(builder, weights.read(fields.word(BIAS), index, lanes), lanes)
-                value = builder.fadd(value, bias)
-            return form.narrow(builder, value, lanes)
+    def keep(index: Any, lanes: int) -> Any:
+        result = normed_at(index, lanes)
+        with builder.if_then(keep_normed):
+            store_at(builder, result, fields.item(normed, index))
+        return result
 
-        def quantize(result: Any, index: Any, lanes: int, inverse: Any) -> None:
-            value = builder.fmul(form.widen(builder, result, lanes), broadcast_lanes(builder, inverse, lanes))
-            store_at(builder, to_e4m3(builder, value, lanes), builder.add(quantized, index))
+    def quantize(result: Any, index: Any, lanes: int, inverse: Any) -> None:
+        value = builder.fmul(form.widen(builder, result, lanes), broadcast_lanes(builder, inverse, lanes))
+        store_at(builder, to_e4m3(builder, value, lanes), builder.add(quantized, index))
 
-        # Magnitudes compare as integers; those above infinity are NaNs.
-        maxima = {lanes: cgutils.alloca_once(builder, vector(I32, lanes)) for lanes in (1, LANES)}
-        for lanes, address in maxima.items():
-            builder.store(splat(I32, lanes, 0), address)
+    with builder.if_else(builder.and_(do_quantize, dynamic)) as (own_scale, no_own_scale):
+        with own_scale:
 
-        def larger(left: Any, right: Any) -> Any:
-            return builder.select(builder.icmp_unsigned(">", left, right), left, right)
+            def bits_at(index: Any, lanes: int) -> Any:
+                bits = builder.bitcast(form.widen(builder, keep(index, lanes), lanes), vector(I32, lanes))
+                bits = builder.and_(bits, splat(I32, lanes, 0x7FFFFFFF))
+                is_number = builder.icmp_unsigned("<=", bits, splat(I32, lanes, INFINITY))
+                return builder.select(is_number, bits, splat(I32, lanes, 0))
 
-        with builder.if_else(builder.and_(do_quantize, dynamic)) as (own_scale, no_own_scale):
-            with own_scale:
+            bits = largest(builder, hidden, bits_at, 0)
+            scale = builder.fdiv(builder.bitcast(bits, F32), ir.Constant(F32, FP8_LARGEST))
+            smallest = ir.Constant(F32, _SMALLEST_SCALE)
+            scale = builder.select(builder.fcmp_ordered("<", scale, smallest), smallest, scale)
+            store_at(builder, scale, fields.word(SCALE))
+            inverse = builder.fdiv(one, scale)
+            # The norm is recomputed from cache, so its bits do not depend on whether it is stored.
+            for_each_vector(builder, hidden, lambda i, lanes: quantize(normed_at(i, lanes), i, lanes, inverse))
+        with no_own_scale:
+            given_inverse = cgutils.alloca_once_value(builder, one)
+            with builder.if_then(do_quantize):
+                builder.store(builder.fdiv(one, load_at(builder, F32, fields.word(SCALE))), given_inverse)
 
-                def scan_magnitudes(index: Any, lanes: int) -> None:
-                    result = normed_at(index, lanes)
-                    with builder.if_then(keep_normed):
-                        store_at(builder, result, fields.item(normed, index))
-                    bits = builder.bitcast(form.widen(builder, result, lanes), vector(I32, lanes))
-                    bits = builder.and_(bits, splat(I32, lanes, 0x7FFFFFFF))
-                    is_number = builder.icmp_unsigned("<=", bits, splat(I32, lanes, INFINITY))
-                    bits = builder.select(is_number, bits, splat(I32, lanes, 0))
-                    builder.store(larger(builder.load(maxima[lanes]), bits), maxima[lanes])
-
-                for_each_vector(builder, hidden, scan_magnitudes)
-                bits = larger(reduce_lanes(builder, builder.load(maxima[LANES]), larger), builder.load(maxima[1]))
-                scale = builder.fdiv(builder.bitcast(bits, F32), ir.Constant(F32, FP8_LARGEST))
-                smallest = ir.Constant(F32, _SMALLEST_SCALE)
-                scale = builder.select(builder.fcmp_ordered("<", scale, smallest), smallest, scale)
-                store_at(builder, scale, fields.word(SCALE))
-                inverse = builder.fdiv(one, scale)
-                # The norm is recomputed from cache, so its bits do not depend on whether it is stored.
-                for_each_vector(builder, hidden, lambda i, lanes: quantize(normed_at(i, lanes), i, lanes, inverse))
-            with no_own_scale:
-                given_inverse = cgutils.alloca_once_value(builder, one)
+            def write(index: Any, lanes: int) -> None:
+                result = keep(index, lanes)
                 with builder.if_then(do_quantize):
-                    builder.store(builder.fdiv(one, load_at(builder, F32, fields.word(SCALE))), given_inverse)
+                    quantize(result, index, lanes, builder.load(given_inverse))
 
-                def write(index: Any, lanes: int) -> None:
-                    result = normed_at(index, lanes)
-                    with builder.if_then(keep_normed):
-                        store_at(builder, result, fields.item(normed, index))
-                    with builder.if_then(do_quantize):
-                        quantize(result, index, lanes, builder.load(given_inverse))
-
-                for_each_vector(builder, hidden, write)
-        return target.get_dummy_value()
-
-    return signature(types.void, dtype, weight_dtype, kind, *(types.int64,) * 3), generate
+            for_each_vector(builder, hidden, write)
 
 
 @functools.cache
