@@ -12,7 +12,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -56,14 +56,8 @@ _KINDS = {
 """The kind of fault for each status of a schedule."""
 
 
-class CpuAlgorithms(Protocol):
-    """The part of a communicator's algorithms that the executor uses."""
-
-    def header(self, plan: CallPlan, /) -> HeaderWords: ...
-    def kernel(self, plan: CallPlan, kind: str, /) -> Any: ...
-
-
-def _fill_with_nan(tensor: torch.Tensor | None) -> None:
+def fill_with_nan(tensor: torch.Tensor | None) -> None:
+    """Overwrite the output of a failed call, if it has one and is of floats."""
     if tensor is None:
         return
     if tensor.dtype is torch.float8_e4m3fn:
@@ -133,7 +127,7 @@ class CpuBoundCall:
                 by_row = plan.norm is not None and plan.norm.quantize == "dynamic"
                 written = [norm.new_residual, norm.normed, norm.quantized, norm.scale if by_row else None]
             for tensor in written:
-                _fill_with_nan(tensor)
+                fill_with_nan(tensor)
         if interruption is not None:
             raise interruption
 
@@ -169,11 +163,9 @@ class CpuExecutor:
     """The part of an algorithm's description that holds its compiled code."""
     heap_nbytes = _HEAP_BYTES
 
-    def __init__(self, group: StoreGroup, max_bytes: int, timeout_s: float, algorithms: CpuAlgorithms):
+    def __init__(self, group: StoreGroup, max_bytes: int, timeout_s: float, algorithms: Any):
         self._rank, self._world_size = group.rank, group.world_size
         self._sender = group.rank  # as headers name it
-        if not 1 <= self._world_size <= wire.MAX_WORLD_SIZE:
-            raise ConfigError(f"the compiled CPU ranks serve 1 to {wire.MAX_WORLD_SIZE} ranks, not {self._world_size}")
         self._algorithms = algorithms
         world_size = self._world_size
         piece = max(_MIN_PIECE, min(_MAX_PIECE, max_bytes // (16 * world_size))) // LINE_BYTES * LINE_BYTES
@@ -346,7 +338,7 @@ class CpuExecutor:
             left = [message for message, count in zip(messages, passed, strict=True) if count >= 0]
             self._fail_batch(status, left)
             for plan, tensor in left:
-                _fill_with_nan(tensor if plan.op is Op.RECV else None)
+                fill_with_nan(tensor if plan.op is Op.RECV else None)
         if interruption is not None:
             raise interruption
 
@@ -451,11 +443,14 @@ class CpuExecutor:
             self._stop(wire.encode_fault(_KINDS[status], int(plan.op), guilty, self.epoch))
 
     def _stop(self, word: int) -> None:
+        self._mark_fault(word)
+        logger.info("rank %d stops: %s", self._sender, self.fault())
+
+    def _mark_fault(self, word: int) -> None:
+        """Stop the calls of the ranks in this memory. The first fault is kept, as it is the cause of later ones."""
         for abort_word in self._abort_words:
-            # Keep the first fault, which is the cause of later ones.
             if abort_word.value == 0:
                 abort_word.value = word
-        logger.info("rank %d stops: %s", self._rank, self.fault())
 
     def interrupt(self) -> None:
         """End the current call on all ranks with a fault that names this rank. Any thread may call it."""
@@ -463,10 +458,7 @@ class CpuExecutor:
             return
         header = CpuExecutor.headers(self, self.epoch)[self._rank]
         op = Op.BARRIER if header is None else Op(header.call >> wire.OP_AT & 63)
-        self._interrupted(op)
-
-    def _interrupted(self, op: Op) -> None:
-        self._stop(wire.encode_fault(wire.INTERRUPTED, int(op), [self._rank], self.epoch))
+        self._stop(wire.encode_fault(wire.INTERRUPTED, int(op), [self._sender], self.epoch))
 
     def _absent(self) -> list[int]:
         """List the ranks that have not reached this call or, if all have, the ranks that are behind in it.

@@ -177,13 +177,6 @@ class HostsExecutor(CpuExecutor):
     def _peer_left(self, node: int) -> None:
         self._tell_left(self._peers[node])
 
-    def _mark_fault(self, word: int) -> None:
-        """Stop the calls of this node. The first fault is kept, as it is the cause of later ones."""
-        with self._telling:
-            for abort_word in self._abort_words:
-                if abort_word.value == 0:
-                    abort_word.value = word
-
     # -- calls ---------------------------------------------------------------------------------------------------
 
     def bind(self, plan: CallPlan) -> CpuBoundCall | Message:  # type: ignore[override]
@@ -252,12 +245,14 @@ class HostsExecutor(CpuExecutor):
             kind, guilty = self._blame_message(status, plan, header)
         else:
             kind, guilty = self._blame(status)
-        self._mark_fault(wire.encode_fault(kind, int(plan.op), guilty, self.epoch))
-        self._control.tell(self.stopped_word.value)
-        logger.info("rank %d stops: %s", self._global_rank, self.fault())
+        self._stop(wire.encode_fault(kind, int(plan.op), guilty, self.epoch))
 
-    def _interrupted(self, op: Op) -> None:
-        self._mark_fault(wire.encode_fault(wire.INTERRUPTED, int(op), [self._global_rank], self.epoch))
+    def _mark_fault(self, word: int) -> None:
+        with self._telling:
+            super()._mark_fault(word)
+
+    def _stop(self, word: int) -> None:
+        super()._stop(word)
         self._control.tell(self.stopped_word.value)
 
     def _blame_message(self, status: int, plan: CallPlan, header: HeaderWords) -> tuple[int, list[int]]:

@@ -52,20 +52,41 @@ def begin_transfer(network: int) -> None:
 
 
 @njit(error_model="numpy")
-def _add_entry(context: int, network: int, header: int, word: int, node: int, data: int, nbytes: int, step: int) -> int:
-    number = load(network + SENDS) + load(network + RECEIVES)
-    entry = network + ENTRIES + number * ENTRY_BYTES
-    store(entry + DESCRIPTOR, load(network + DESCRIPTORS + 8 * node))
+def add_frame(
+    network: int,
+    kind: int,
+    descriptor: int,
+    node: int,
+    number: int,
+    header: int,
+    word: int,
+    data: int,
+    nbytes: int,
+    step: int,
+) -> None:
+    """Add a frame of ``nbytes`` at ``data`` to the transfer. ``kind`` is its counter, SENDS or RECEIVES.
+
+    ``number``, ``header``, ``word`` and ``step`` are in the header of the frame.
+    """
+    entry = network + ENTRIES + (load(network + SENDS) + load(network + RECEIVES)) * ENTRY_BYTES
+    store(entry + DESCRIPTOR, descriptor)
     store(entry + PEER, node)
     store(entry + DATA, data)
     store(entry + BYTES, nbytes)
     store(entry + MOVED, 0)
     store(entry + READY, 1)
-    store(entry + header, load(context + EPOCH))
-    store(entry + header + 8, load(context + HEADER_WORD))
-    store(entry + header + 16, word)
-    store(entry + header + 24, step << STEP_AT | nbytes)
-    return entry
+    words = entry + (FRAME_HEADER if kind == SENDS else EXPECTED)
+    store(words, number)
+    store(words + 8, header)
+    store(words + 16, word)
+    store(words + 24, step << STEP_AT | nbytes)
+    store(network + kind, load(network + kind) + 1)
+
+
+@njit(error_model="numpy")
+def _add(context: int, network: int, kind: int, word: int, node: int, data: int, nbytes: int, step: int) -> None:
+    descriptor, header = load(network + DESCRIPTORS + 8 * node), load(context + HEADER_WORD)
+    add_frame(network, kind, descriptor, node, load(context + EPOCH), header, word, data, nbytes, step)
 
 
 @njit(error_model="numpy")
@@ -74,15 +95,13 @@ def add_send(context: int, network: int, word: int, node: int, data: int, nbytes
 
     ``word`` is the second word of the call's header, as ``begin`` returned it.
     """
-    _add_entry(context, network, FRAME_HEADER, word, node, data, nbytes, step)
-    store(network + SENDS, load(network + SENDS) + 1)
+    _add(context, network, SENDS, word, node, data, nbytes, step)
 
 
 @njit(error_model="numpy")
 def add_receipt(context: int, network: int, word: int, node: int, data: int, nbytes: int, step: int) -> None:
     """Add a frame that ``node`` sends to the transfer: ``nbytes``, stored at ``data``."""
-    _add_entry(context, network, EXPECTED, word, node, data, nbytes, step)
-    store(network + RECEIVES, load(network + RECEIVES) + 1)
+    _add(context, network, RECEIVES, word, node, data, nbytes, step)
 
 
 @njit(error_model="numpy")

@@ -10,35 +10,26 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from array import array
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
-from shotcast.device.cpu.atomics import load, load_acquire, store
+from shotcast.device.cpu.atomics import load, store
 from shotcast.device.cpu.compilation import CompiledSchedule
 from shotcast.device.cpu.lazy_numba import njit
 from shotcast.memory.operands import NormTensors
+from shotcast.transport.cpu.executor import CpuBoundCall, fill_with_nan
 from shotcast.transport.cpu.host_call import HostCall
-from shotcast.transport.cpu.layout import ABORT, DEADLINE, HEADER, MESSAGE_NUMBER, NBYTES, NETWORK, RANK, ROOT
-from shotcast.transport.cpu.waiting import ABORTED, DONE, INTERRUPTED, PEER_GONE, TIMED_OUT, region
+from shotcast.transport.cpu.layout import DEADLINE, HEADER, MESSAGE_NUMBER, NBYTES, NETWORK, ROOT
+from shotcast.transport.cpu.waiting import ABORTED, DONE, INTERRUPTED, PEER_GONE, TIMED_OUT, is_stopped
 from shotcast.transport.network.connect import Hellos
-from shotcast.transport.network.frames import begin_transfer, transfer
-from shotcast.transport.network.layout import (
-    BYTES,
-    DATA,
-    DESCRIPTOR,
-    ENTRIES,
-    EXPECTED,
-    FRAME_HEADER,
-    MOVED,
-    PEER,
-    READY,
-    RECEIVES,
-    SENDS,
-)
-from shotcast.wire import CallPlan, HeaderWords, Op, Wait
+from shotcast.transport.network.frames import add_frame, begin_transfer, transfer
+from shotcast.transport.network.layout import RECEIVES, SENDS
+from shotcast.wire import CallPlan, Op, Wait
+
+if TYPE_CHECKING:
+    from shotcast.transport.network.executor import HostsExecutor
 
 _SLICE_S = 0.02
 """Time between checks for faults while a rank waits for a connection."""
@@ -48,31 +39,20 @@ trips, during which faults are not checked."""
 
 
 @njit(error_model="numpy")
-def _message(context: int, plan: int, data: int, header: int, count: int) -> int:
-    own = region(context, load(context + RANK))
-    if load_acquire(own + ABORT) != 0:
+def _message(context: int, plan: int, data: int, kind: int) -> int:
+    if is_stopped(context):
         return ABORTED
     store(context + DEADLINE, 0)
-    network = load(context + NETWORK)
+    network, descriptor, number = load(context + NETWORK), load(plan + ROOT), load(plan + MESSAGE_NUMBER)
+    header, word = load(plan + HEADER), load(plan + HEADER + 8)
     begin_transfer(network)
-    entry = network + ENTRIES
-    store(entry + DESCRIPTOR, load(plan + ROOT))
-    store(entry + PEER, 0)
-    store(entry + DATA, data)
-    store(entry + BYTES, load(plan + NBYTES))
-    store(entry + MOVED, 0)
-    store(entry + READY, 1)
-    store(entry + header, load(plan + MESSAGE_NUMBER))
-    store(entry + header + 8, load(plan + HEADER))
-    store(entry + header + 16, load(plan + HEADER + 8))
-    store(entry + header + 24, load(plan + NBYTES))
-    store(network + count, 1)
+    add_frame(network, kind, descriptor, 0, number, header, word, data, load(plan + NBYTES), 0)
     return transfer(context, network)
 
 
 def send(context: int, plan: int, x: int, out: int) -> int:
     """Send nbytes at x over the connection of the plan; ``out`` is unused."""
-    return _message(context, plan, x, FRAME_HEADER, SENDS)
+    return _message(context, plan, x, SENDS)
 
 
 def recv(context: int, plan: int, x: int, out: int) -> int:
@@ -80,7 +60,7 @@ def recv(context: int, plan: int, x: int, out: int) -> int:
 
     Returns MISMATCHED if another message is next.
     """
-    return _message(context, plan, out, EXPECTED, RECEIVES)
+    return _message(context, plan, out, RECEIVES)
 
 
 _SENDING = CompiledSchedule(send)
@@ -156,35 +136,15 @@ class MessageConnections:
             one.close()
 
 
-class MessageExecutor(Protocol):
-    """The executor of :class:`Message`."""
+class Message(CpuBoundCall):
+    """A send or recv between two nodes, with its compiled function and its record."""
 
-    @property
-    def context_address(self) -> int: ...
-    @property
-    def stopped(self) -> bool: ...
-    @property
-    def timeout_s(self) -> float: ...
-    @property
-    def messages(self) -> MessageConnections: ...
-    def ended(self, rank: int) -> bool: ...
-    def in_message(self, wait: Wait | None) -> None: ...
-    def record(self, plan: CallPlan, call: HostCall) -> array[int]: ...
-    def fail(self, status: int, plan: CallPlan, header: HeaderWords) -> None: ...
+    __slots__ = ("_numbers",)
+    _executor: HostsExecutor
 
-
-class Message:
-    """A send or recv between two nodes, with its compiled function and its record. A BoundCall."""
-
-    def __init__(self, executor: MessageExecutor, plan: CallPlan, call: HostCall, numbers: dict[int, int]):
-        self._executor, self._plan, self._call, self._numbers = executor, plan, call, numbers
-        self._record = array("q")
-        self._function: Callable[[int, int, int, int], int] | None = None
-
-    def load(self) -> None:
-        """Compile or load the message's function, and write its record."""
-        self._record = self._executor.record(self._plan, self._call)
-        self._function = self._call.schedule.get()
+    def __init__(self, executor: HostsExecutor, plan: CallPlan, call: HostCall, numbers: dict[int, int]):
+        super().__init__(executor, plan, call)
+        self._numbers = numbers
 
     def run(
         self,
@@ -197,14 +157,14 @@ class Message:
         if self._function is None:
             self.load()
         assert self._function is not None
-        plan, target = self._plan, x if out is None else out
+        plan, target = self.plan, x if out is None else out
         address = 0 if target is None else target.data_ptr()
         interruption: BaseException | None = None
         self._executor.in_message(Wait(plan.op.label, self._numbers[plan.root] + 1, time.monotonic(), (plan.root,)))
         try:
             status = self._connect()
             if status == DONE:
-                status = self._function(self._executor.context_address, self._record.buffer_info()[0], address, address)
+                status = self._function(self._executor.context_address, self._record_address, address, address)
         except BaseException as error:  # a signal handler raised while this rank waited
             status, interruption = INTERRUPTED, error
         finally:
@@ -212,22 +172,20 @@ class Message:
         if status == DONE:
             self._numbers[plan.root] += 1
         else:
-            header = HeaderWords(*self._record[HEADER // 8 : HEADER // 8 + 2])
-            self._executor.fail(status, plan, header)
-            if plan.op is Op.RECV and target is not None and target.is_floating_point():
-                target.fill_(float("nan"))
+            self._executor.fail(status, plan, self.header)
+            fill_with_nan(target if plan.op is Op.RECV else None)
         if interruption is not None:
             raise interruption
 
     def _connect(self) -> int:
         """Write the connection and the number of the message to the record. Returns a status."""
-        executor, rank = self._executor, self._plan.root
+        executor, rank = self._executor, self.plan.root
         deadline = time.monotonic() + executor.timeout_s
 
         def goes_on() -> bool:
             return not executor.stopped and not executor.ended(rank)
 
-        connection = executor.messages.to if self._plan.op is Op.SEND else executor.messages.of
+        connection = executor.messages.to if self.plan.op is Op.SEND else executor.messages.of
         descriptor = connection(rank, deadline, goes_on)
         if descriptor is None:
             return ABORTED if executor.stopped else PEER_GONE if executor.ended(rank) else TIMED_OUT
