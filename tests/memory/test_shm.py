@@ -138,7 +138,7 @@ def check_failure(group, directory, where):
             def refuse(path, *sizes):
                 raise OSError(12, os.strerror(12))
 
-            shm._map_peer = refuse
+            shm._map = refuse
     with pytest.raises(ConfigError) as caught:
         ShmBuffer(group, 3 << 20)
     text = str(caught.value)

@@ -14,6 +14,7 @@ import collections
 import contextlib
 import ctypes
 import logging
+import math
 import mmap
 import os
 import threading
@@ -48,14 +49,12 @@ class MappedHeap:
         self._withheld: list[tuple[int, int]] = []
         self._lock = threading.Lock()
         self._refused = False
-        self.is_stopped: Callable[[], bool] = _never
+        self.is_stopped: Callable[[], bool] = lambda: False
         """Returns whether a call has failed since the ranks last met."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
         """Allocate an uninitialized tensor, whose last view frees its memory; None if there is no memory for it."""
-        count = 1
-        for extent in shape:
-            count *= extent
+        count = math.prod(shape)
         size = align_up(count * dtype.itemsize, mmap.PAGESIZE)
         if size == 0:
             return torch.empty(tuple(shape), dtype=dtype, device="cpu")
@@ -139,7 +138,3 @@ class MappedHeap:
             place -= 1
             start = self._free.pop(place)[0]
         self._free.insert(place, (start, end))
-
-
-def _never() -> bool:
-    return False

@@ -83,57 +83,43 @@ def _create(directory: str, nbytes: int, heap_nbytes: int = 0) -> tuple[str, int
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(path, flags, 0o600)
         try:
-            if _lock(descriptor) and os.fstat(descriptor).st_nlink > 0:
+            if _lock(descriptor) and os.fstat(descriptor).st_nlink > 0:  # else a sweep ran between creation and locking
                 os.posix_fallocate(descriptor, 0, nbytes)
                 if heap_nbytes:
                     with contextlib.suppress(OSError):
                         os.ftruncate(descriptor, nbytes + heap_nbytes)
                 return path, descriptor
         except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
-            os.close(descriptor)
+            _discard(path, descriptor)
             raise
-        # A sweep ran between creation and locking.
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
-        os.close(descriptor)
+        _discard(path, descriptor)
     raise OSError(errno.EAGAIN, f"no segment could be locked in {_ATTEMPTS} attempts", directory)
 
 
-def _map(descriptor: int, nbytes: int, mapped: int) -> mmap.mmap:
-    """Map ``mapped`` bytes, and prefault the first ``nbytes`` so that the first call does not take the faults."""
-    if mapped == nbytes:
-        return mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
-    mapping = mmap.mmap(descriptor, mapped, flags=mmap.MAP_SHARED)
-    torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes)[:: mmap.PAGESIZE].sum()
-    return mapping
+def _discard(path: str, descriptor: int) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    os.close(descriptor)
 
 
-def _map_peer(path: str, nbytes: int, length: int, mapped: int) -> mmap.mmap:
+def _map(path: str, nbytes: int, length: int, with_heap: bool) -> mmap.mmap:
+    """Map a rank's segment of ``length`` bytes, without its heap if there is no address space for it.
+
+    The first ``nbytes`` are prefaulted so that the first call does not take the faults.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_size != length:
             raise OSError(errno.EPERM, f"not a segment of this user with {length} bytes", path)
-        return _map(descriptor, nbytes, mapped)
+        if with_heap:
+            with contextlib.suppress(OSError):
+                mapping = mmap.mmap(descriptor, length, flags=mmap.MAP_SHARED)
+                torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes)[:: mmap.PAGESIZE].sum()
+                return mapping
+        return mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
     finally:
         os.close(descriptor)
-
-
-def _map_rank(path: str, descriptor: int | None, nbytes: int, length: int, with_heap: bool) -> mmap.mmap:
-    """Map a rank's segment of ``length`` bytes, without its heap if there is no address space for it.
-
-    ``descriptor`` refers to this rank's segment; None for other ranks'.
-    """
-
-    def mapped(most: int) -> mmap.mmap:
-        return _map_peer(path, nbytes, length, most) if descriptor is None else _map(descriptor, nbytes, most)
-
-    if with_heap:
-        with contextlib.suppress(OSError):
-            return mapped(length)
-    return mapped(nbytes)
 
 
 def _explain(error: OSError, directory: str, nbytes: int, world_size: int) -> str:
@@ -167,10 +153,13 @@ class ShmBuffer:
     its tensors. It is None if ``heap_nbytes`` is 0, or if a process limit leaves too little address space.
     """
 
+    multicast_address = 0
+    """None, because every store to shared memory already reaches all ranks."""
+
     def __init__(self, group: StoreGroup, nbytes: int, heap_nbytes: int = 0):
         if nbytes < 1:
             raise ConfigError(f"shared memory of {nbytes} bytes cannot be mapped")
-        self._nbytes = align_up(nbytes, mmap.PAGESIZE)
+        self.nbytes = align_up(nbytes, mmap.PAGESIZE)
         self._maps: tuple[mmap.mmap, ...] = ()
         self._addresses: tuple[int, ...] = ()
         self.heap: MappedHeap | None = None
@@ -183,11 +172,11 @@ class ShmBuffer:
         try:
             sweep(directory)
             try:
-                path, descriptor = _create(directory, self._nbytes, heap_nbytes)
+                path, descriptor = _create(directory, self.nbytes, heap_nbytes)
                 length = os.fstat(descriptor).st_size
             except OSError as error:
-                failure = _explain(error, directory, self._nbytes, group.world_size)
-            offers = group.all_gather((path, failure, self._nbytes, length))
+                failure = _explain(error, directory, self.nbytes, group.world_size)
+            offers = group.all_gather((path, failure, self.nbytes, length))
             message = "; ".join(f"rank {rank}: {text}" for rank, (_, text, _, _) in enumerate(offers) if text)
             sizes = [size for _, _, size, _ in offers]
             if not message and len(set(sizes)) > 1:
@@ -195,34 +184,25 @@ class ShmBuffer:
             if message:
                 raise ConfigError(message)
             lengths = [length for *_, length in offers]
-            has_heap = min(lengths) > self._nbytes
+            has_heap = min(lengths) > self.nbytes
             try:
                 for rank, (peer_path, *_) in enumerate(offers):
-                    own = None if rank != group.rank else descriptor
-                    maps.append(_map_rank(peer_path, own, self._nbytes, lengths[rank], has_heap))
+                    maps.append(_map(peer_path, self.nbytes, lengths[rank], has_heap))
             except OSError as error:
                 failure = f"cannot map the shared memory of rank {len(maps)}: {error}"
             # This is also the barrier after which the names are no longer needed.
             raise_failures(group, failure)
             if has_heap and all(group.all_gather(list(map(len, maps)) == lengths)):
-                self.heap = MappedHeap(maps[group.rank], descriptor, self._nbytes)
+                self.heap = MappedHeap(maps[group.rank], descriptor, self.nbytes)
         except BaseException:
             for mapping in maps:
                 mapping.close()
             raise
         finally:
             if path is not None:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)
-            if descriptor >= 0:
-                os.close(descriptor)
+                _discard(path, descriptor)
         self._maps = tuple(maps)
         self._addresses = tuple(ctypes.addressof(ctypes.c_char.from_buffer(mapping)) for mapping in maps)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of each rank's memory, a multiple of the page size."""
-        return self._nbytes
 
     @property
     def addresses(self) -> tuple[int, ...]:
@@ -230,11 +210,6 @@ class ShmBuffer:
         if not self._maps:
             raise ClosedError("this shared memory was closed")
         return self._addresses
-
-    @property
-    def multicast_address(self) -> int:
-        """0, because every store to shared memory already reaches all ranks."""
-        return 0
 
     def view(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return rank ``rank``'s bytes from ``offset`` on as a tensor of ``shape``, which keeps the memory mapped.
@@ -246,10 +221,10 @@ class ShmBuffer:
             raise ClosedError("this shared memory was closed")
         count = math.prod(shape)
         end = offset + count * dtype.itemsize
-        if not 0 <= rank < len(self._maps) or offset < 0 or count < 0 or end > self._nbytes or offset % dtype.itemsize:
+        if not 0 <= rank < len(self._maps) or offset < 0 or count < 0 or end > self.nbytes or offset % dtype.itemsize:
             raise ConfigError(
                 f"no {dtype} tensor of shape {tuple(shape)} at byte {offset} of rank {rank}: "
-                f"there are {self._nbytes} bytes on each of {len(self._maps)} ranks"
+                f"there are {self.nbytes} bytes on each of {len(self._maps)} ranks"
             )
         if count == 0:
             return torch.empty(tuple(shape), dtype=dtype, device="cpu")
@@ -263,9 +238,3 @@ class ShmBuffer:
         # Not mmap.close(): it does not respect that a tensor made by torch.frombuffer still uses the map.
         self._maps = ()
         self.heap = None
-
-    def __enter__(self) -> ShmBuffer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
