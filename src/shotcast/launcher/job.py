@@ -124,13 +124,14 @@ class JobLeader:
     Attributes:
         members: the other ranks that have come.
         world_size: the ranks of the job.
+        store: the store of the job, which must outlive the ranks.
     """
 
     def __init__(self, job: JobEnv, silence_s: float):
         self.members: list[RemoteRank] = []
         self.world_size = job.world_size
-        self._store = _job_store(job)
-        if self._store.add(_LEADERS, 1) > 1:
+        self.store = _job_store(job)
+        if self.store.add(_LEADERS, 1) > 1:
             raise ConfigError(
                 "the ranks of this job have served already; torchrun starts them again with another store each time "
                 "(--rdzv-backend c10d, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment)"
@@ -142,7 +143,7 @@ class JobLeader:
         except ConfigError as error:
             self._refuse(str(error), True)
             raise
-        self._store.set(
+        self.store.set(
             _LEADER, json.dumps({"address": self._listener.address, "key": key.hex(), "host": socket.gethostname()})
         )
 
@@ -162,7 +163,7 @@ class JobLeader:
     def _refuse(self, text: str, refused: bool) -> None:
         """Tell the ranks that have joined, and ranks that join later, why the job ends."""
         with contextlib.suppress(RuntimeError):  # the store is gone, which they find out
-            self._store.set(_LEADER, json.dumps({"error": text, "refused": refused}))
+            self.store.set(_LEADER, json.dumps({"error": text, "refused": refused}))
         for member in self.members:
             member.tell(Word(text, refused))
 
@@ -197,11 +198,6 @@ class JobLeader:
             more = len(different) - _SHOWN_DIFFERENCES
             shown = "; ".join(different[:_SHOWN_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
             raise ConfigError(f"the ranks were not started alike: {shown}")
-
-    @property
-    def store(self) -> dist.Store:
-        """The store of the job, which must outlive the ranks."""
-        return self._store
 
     def begin(self, decision: str = "") -> None:
         """Tell all ranks to begin, with rank 0's decisions for all."""
