@@ -376,10 +376,7 @@ class TritonExecutor:
 
     def header_exchange(self, plan: CallPlan) -> TritonHeaderExchange:
         """Return a kernel that exchanges the header of ``plan`` between all ranks and does nothing else."""
-        bound = barrier.bind(plan, self.workspaces[-1].context)
-        return TritonHeaderExchange(
-            Launch(bound.kernel, bound.programs, bound.arguments, (), bound.options), self.device
-        )
+        return TritonHeaderExchange(_launch(barrier.bind(plan, self.workspaces[-1].context)), self.device)
 
     @torch.inference_mode(False)  # later calls write into its tensors in any mode
     def grow(self, capacity: int) -> None:
@@ -395,7 +392,11 @@ class TritonExecutor:
         failure = ""
         try:
             try:
-                workspace = self._workspace(memory, where)
+                words, blocks = self._host_words.data_ptr(), self._blocks.data_ptr()
+                header_of = self._algorithms.header
+                workspace = GpuWorkspace(memory, where, self._group, words, self.device, header_of, self._nodes, blocks)
+                workspace.clear(self.workspaces[-1].epoch if self.workspaces else 0, self.timeout_s)
+                _wait_for_stream(self.device)
             except RuntimeError as error:
                 failure = shortage(self.device, "a workspace", error)
             raise_failures(self._group, failure)
@@ -428,25 +429,6 @@ class TritonExecutor:
     def keep(self) -> None:
         """Keep the current workspace even when there is a larger one, because a graph is being captured with it."""
         self._captured = True
-
-    @torch.inference_mode(False)
-    def _workspace(self, memory: Lease | HeapLease, where: WorkspaceLayout) -> GpuWorkspace:
-        rank, world_size = self._group.rank, self._group.world_size
-        workspace = GpuWorkspace(
-            memory,
-            where,
-            rank,
-            world_size,
-            self._host_words.data_ptr(),
-            self.device,
-            self._algorithms.header,
-            self._nodes,
-            memory.targets,
-            self._blocks.data_ptr(),
-        )
-        workspace.clear(self.workspaces[-1].epoch if self.workspaces else 0, self.timeout_s)
-        _wait_for_stream(self.device)
-        return workspace
 
     # -- state ------------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ so calls of different sizes cannot overlap; only the window is divided anew by e
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from shotcast.hardware.nodes import folded
@@ -188,35 +189,31 @@ class WorkspaceLayout:
         piece = (network // slot_bytes - _NETWORK_SLACK) * 4 * ranks_per_node if nodes > 1 else max_bytes
         slots = align_up(2 * (max_bytes + slack), 4096) + network
         cells = align_up(max_bytes + 2 * slack, 4096)
-        mailboxes_at = CONTROL_WORDS * 8
-        flags_at = mailboxes_at + (_MAILBOX_BYTES if mailboxes else 0)
-        progress_at = flags_at + _FLAG_BYTES
-        places_at = progress_at + _PROGRESS_BYTES
-        cells_at = places_at + _PLACE_BYTES
-        slots_at = cells_at + 2 * cells
-        staging_at = slots_at + 3 * slots
         staging = network if staged else 0
-        window_at = staging_at + 2 * staging
         window = 0 if staged else window_bytes(max_bytes)
         copies = engine_bytes if not staged and max_bytes >= ENGINE_ROOM else 0
+        parts = {
+            "mailboxes_at": _MAILBOX_BYTES if mailboxes else 0,
+            "flags_at": _FLAG_BYTES,
+            "progress_at": _PROGRESS_BYTES,
+            "places_at": _PLACE_BYTES,
+            "cells_at": 2 * cells,
+            "slots_at": 3 * slots,
+            "staging_at": 2 * staging,
+            "window_at": window,
+            "copies_at": copies,
+        }
+        *starts, nbytes = itertools.accumulate(parts.values(), initial=CONTROL_WORDS * 8)
         return cls(
             max_bytes=max_bytes,
-            mailboxes_at=mailboxes_at // QUAD,
-            flags_at=flags_at // QUAD,
-            progress_at=progress_at // QUAD,
-            places_at=places_at // QUAD,
-            cells_at=cells_at // QUAD,
             cells_quads=cells // QUAD,
-            slots_at=slots_at // QUAD,
             slots_quads=slots // QUAD,
-            staging_at=staging_at // QUAD,
             staging_quads=staging // QUAD,
-            window_at=window_at // QUAD,
             window_quads=window // QUAD,
-            copies_at=(window_at + window) // QUAD,
             copies_quads=copies // QUAD,
             piece_bytes=min(piece, max_bytes) // QUAD * QUAD,
-            nbytes=window_at + window + copies,
+            nbytes=nbytes,
+            **{name: start // QUAD for name, start in zip(parts, starts, strict=True)},
         )
 
 

@@ -6,7 +6,8 @@ A communicator has one or several, each with its own epochs; calls meet only wit
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,12 +15,16 @@ from shotcast import wire
 from shotcast.device.triton.intrinsics import has_float8_conversions, supports_pdl
 from shotcast.errors import ClosedError
 from shotcast.memory import driver
+from shotcast.memory.arena import Lease
+from shotcast.memory.host_group import StoreGroup
 from shotcast.memory.streams import SideLane
-from shotcast.memory.symmetric import ShareTarget, SymmetricBuffer
 from shotcast.transport.triton import layout
 from shotcast.transport.triton.binding import KernelContext
 from shotcast.transport.triton.layout import WorkspaceLayout
 from shotcast.wire import CallPlan, HeaderWords
+
+if TYPE_CHECKING:
+    from shotcast.memory.nvshmem import HeapLease
 
 
 class GpuWorkspace:
@@ -31,25 +36,22 @@ class GpuWorkspace:
         host_address: the address of the host's words (:data:`.layout.HOST_FAULT` and others), which kernels read and
             write.
         nodes: the number of nodes, which all have equally many consecutive ranks.
-        targets: what puts to each rank take if ranks of other nodes are reached by puts; else none.
-        blocks_address: the address of the table of all ranks' blocks of tensors; 0 if there are none.
+        blocks_address: the address of the table of all ranks' blocks of tensors.
     """
 
     def __init__(
         self,
-        memory: SymmetricBuffer,
+        memory: Lease | HeapLease,
         where: WorkspaceLayout,
-        rank: int,
-        world_size: int,
+        group: StoreGroup,
         host_address: int,
         device: torch.device,
         header_of: Callable[[CallPlan], HeaderWords],
-        nodes: int = 1,
-        targets: Sequence[ShareTarget] = (),
-        blocks_address: int = 0,
+        nodes: int,
+        blocks_address: int,
     ):
         self.memory, self.where = memory, where
-        self._rank, self._world = rank, world_size
+        rank, world_size = self._rank, self._world = group.rank, group.world_size
         self._host_address, self._device = host_address, device
         self._control = memory.view(rank, 0, (layout.CONTROL_WORDS,), torch.int64)
         table = list(memory.addresses) + [0] * (wire.MAX_WORLD_SIZE - world_size) + [memory.multicast_address]
@@ -57,7 +59,7 @@ class GpuWorkspace:
         if world_size > wire.MAX_WORLD_SIZE:
             self._headers_at, self._header_ranks = layout.WIDE_HEADERS, layout.MOST_RANKS
         self._peers = torch.tensor(table, dtype=torch.int64, device=device)
-        puts = [word for target in targets for word in (target.address, target.pe)]
+        puts = [word for target in memory.targets for word in (target.address, target.pe)]
         self._puts = torch.tensor(puts, dtype=torch.int64, device=device)
         self._cells = torch.zeros(3 * layout.row_cell_count(where.max_bytes), dtype=torch.int64, device=device)
         self.context = KernelContext(
@@ -69,7 +71,7 @@ class GpuWorkspace:
             peers_address=self._peers.data_ptr(),
             cells_address=self._cells.data_ptr(),
             cells_nbytes=self._cells.nbytes,
-            blocks_address=blocks_address or memory.addresses[rank],
+            blocks_address=blocks_address,
             multicast=bool(memory.multicast_address),
             pdl=supports_pdl(device),
             native_fp8=has_float8_conversions(device),
@@ -101,15 +103,9 @@ class GpuWorkspace:
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next collective call number ``epoch`` + 1, on all ranks alike and with no call under way."""
-        self._copies(layout.EPOCH).fill_(epoch + 1)
-        self._flag_cells(epoch)
-
-    def _copies(self, word: int) -> torch.Tensor:
-        """Return all copies of a word that every program of a call reads first."""
-        return self._control[word : word + layout.COPIES * layout.COPY_WORDS : layout.COPY_WORDS]
-
-    def _flag_cells(self, epoch: int) -> None:
-        """Give all flag cells the flag of finished call ``epoch``, because zero would be the flag of call 2^32."""
+        end = layout.EPOCH + layout.COPIES * layout.COPY_WORDS
+        self._control[layout.EPOCH : end : layout.COPY_WORDS].fill_(epoch + 1)
+        # the flag of a finished call, because zero would be the flag of call 2^32
         where, flag = self.where, epoch & 0xFFFFFFFF
         cells = self.memory.view(self._rank, where.cells_at * layout.QUAD, (4 * where.cells_quads,), torch.int64)
         cells.fill_((flag - (1 << 32) if flag >> 31 else flag) << 32)
