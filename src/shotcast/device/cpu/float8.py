@@ -6,6 +6,7 @@ infinity.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from llvmlite import ir
@@ -25,10 +26,7 @@ def to_e4m3(builder: Any, value: Any, lanes: int) -> Any:
     Values beyond 448 saturate to 448; NaN becomes 0x7F regardless of its sign.
     """
     wide, single = vector(I32, lanes), vector(F32, lanes)
-
-    def constant(number: int) -> Any:
-        return splat(I32, lanes, number)
-
+    constant = functools.partial(splat, I32, lanes)
     bits = builder.bitcast(value, wide)
     size = builder.and_(bits, constant(0x7FFFFFFF))
     # Normal: rebias the exponent, round to nearest even; a carry out of the mantissa goes into the exponent.
@@ -49,10 +47,7 @@ def to_e4m3(builder: Any, value: Any, lanes: int) -> Any:
 def from_e4m3(builder: Any, byte: Any, lanes: int) -> Any:
     """Convert an e4m3 byte to float32; both NaN bytes become the positive quiet NaN."""
     wide, single = vector(I32, lanes), vector(F32, lanes)
-
-    def constant(number: int) -> Any:
-        return splat(I32, lanes, number)
-
+    constant = functools.partial(splat, I32, lanes)
     bits = builder.zext(byte, wide)
     size = builder.and_(bits, constant(0x7F))
     shifted = builder.shl(size, constant(20))

@@ -6,6 +6,7 @@ operand of an addition the compiler puts first.
 
 from __future__ import annotations
 
+import functools
 import platform
 from typing import Any, Protocol
 
@@ -76,10 +77,7 @@ class HalfBits(Format):
 
     def widen(self, builder: Any, value: Any, lanes: int) -> Any:
         wide, single = vector(I32, lanes), vector(F32, lanes)
-
-        def constant(number: int) -> Any:
-            return splat(I32, lanes, number)
-
+        constant = functools.partial(splat, I32, lanes)
         bits = builder.zext(value, wide)
         magnitude = builder.shl(builder.and_(bits, constant(0x7FFF)), constant(13))
         exponent = builder.and_(magnitude, constant(31 << 23))
@@ -96,10 +94,7 @@ class HalfBits(Format):
 
     def narrow(self, builder: Any, value: Any, lanes: int) -> Any:
         wide, single = vector(I32, lanes), vector(F32, lanes)
-
-        def constant(number: int) -> Any:
-            return splat(I32, lanes, number)
-
+        constant = functools.partial(splat, I32, lanes)
         bits = builder.bitcast(value, wide)
         magnitude = builder.and_(bits, constant(0x7FFFFFFF))
         # Normal: rebias the exponent, round to nearest even; a carry out of the mantissa ends in infinity without
@@ -127,9 +122,7 @@ class Bfloat16(Format):
         return builder.bitcast(bits, vector(F32, lanes))
 
     def narrow(self, builder: Any, value: Any, lanes: int) -> Any:
-        def constant(number: int) -> Any:
-            return splat(I32, lanes, number)
-
+        constant = functools.partial(splat, I32, lanes)
         bits = builder.bitcast(value, vector(I32, lanes))
         odd = builder.and_(builder.lshr(bits, constant(16)), constant(1))
         rounded = builder.lshr(builder.add(bits, builder.add(odd, constant(0x7FFF))), constant(16))

@@ -23,12 +23,8 @@ class _Module:
         return getattr(importlib.import_module(self._name), name)
 
 
-types, cgutils = _Module("numba.types"), _Module("numba.core.cgutils")
-
-
-def signature(*kinds: Any) -> Any:
-    """Build numba's signature of a function from its result type, then its argument types."""
-    return importlib.import_module("numba.core.typing").signature(*kinds)
+cgutils = _Module("numba.core.cgutils")
+_types, _typing = _Module("numba.types"), _Module("numba.core.typing")
 
 
 class HostFunction:
@@ -77,8 +73,8 @@ def intrinsic(result: str = "void", literals: int = 0) -> Any:
                 value = generate(builder, *constants, *arguments[literals:])
                 return target.get_dummy_value() if result == "void" else value
 
-            words = (types.int64,) * (len(kinds) - literals)
-            return signature(getattr(types, result), *kinds[:literals], *words), lower
+            words = (_types.int64,) * (len(kinds) - literals)
+            return _typing.signature(getattr(_types, result), *kinds[:literals], *words), lower
 
         def declare(function: Callable[..., Any]) -> Any:
             return importlib.import_module("numba.extending").intrinsic(prefer_literal=literals > 0)(function)
