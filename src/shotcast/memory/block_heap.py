@@ -75,7 +75,7 @@ class HostBlock:
         """Do nothing: the memory is unmapped with its last tensor."""
 
 
-class GpuBlock:
+class GpuBlock(driver.SharedMemory):
     """The GPU counterpart of :class:`HostBlock`.
 
     ``nbytes`` is a multiple of the driver's granularity; another rank's block may be on another GPU. Raises
@@ -83,17 +83,13 @@ class GpuBlock:
     """
 
     def __init__(self, device: torch.device, nbytes: int, descriptor: int = -1):
-        self._device, self._memory = device, driver.SharedMemory(device.index, nbytes, descriptor)
-        self.address, self.descriptor = self._memory.address, self._memory.descriptor
+        super().__init__(device.index, nbytes, descriptor)
+        self._device = device
 
     def view(self, start: int, nbytes: int) -> tuple[torch.Tensor, Any]:
         """Return bytes of the block as a tensor, like :meth:`HostBlock.view`."""
         owner = driver.GpuBytes(self.address + start, nbytes)
         return torch.as_tensor(owner, device=self._device), owner
-
-    def release(self) -> None:
-        """Unmap the memory, on which no work remains."""
-        self._memory.release()
 
 
 Block = HostBlock | GpuBlock
