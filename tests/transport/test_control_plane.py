@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import json
 import socket
-import struct
 import time
 from typing import Any
 
 import pytest
 
 from shotcast.transport.network.control import ControlPlane, RankState
-from shotcast.transport.network.handshake import receive
 
 
 def _read(one: socket.socket, count: int) -> list[dict[str, int]]:
     """Return the next messages of a connection."""
-    found = []
-    for _ in range(count):
-        (length,) = struct.unpack("!I", receive(one, 4))
-        found.append(json.loads(receive(one, length)))
-    return found
+    with one.makefile("rb") as lines:
+        return [json.loads(lines.readline()) for _ in range(count)]
 
 
 def test_messages_stay_whole_on_a_connection_that_is_full() -> None:
@@ -61,8 +56,7 @@ def test_peers_that_part_at_the_same_time_are_not_dead(monkeypatch: pytest.Monke
 
 
 def _framed(message: dict[str, int]) -> bytes:
-    text = json.dumps(message).encode()
-    return struct.pack("!I", len(text)) + text
+    return json.dumps(message).encode() + b"\n"
 
 
 @pytest.mark.parametrize("for_good", [False, True])

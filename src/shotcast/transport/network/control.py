@@ -14,7 +14,6 @@ import logging
 import os
 import selectors
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -24,8 +23,8 @@ from shotcast.wire import HeaderWords
 
 logger = logging.getLogger(__name__)
 
-_LENGTH = struct.Struct("!I")
 _LONGEST_MESSAGE = 1 << 20
+"""The most bytes of a message, which is a line of JSON."""
 
 
 class RankState(NamedTuple):
@@ -95,11 +94,11 @@ class ControlPlane:
             del self._answers[number]
 
     def _send(self, node: int, message: dict[str, Any]) -> bool:
-        text = json.dumps(message).encode()
+        line = json.dumps(message).encode() + b"\n"
         with self._lock:
             if node in self.ended or node in self.parted or self._closing:
                 return False
-            self._unsent[node] += _LENGTH.pack(len(text)) + text
+            self._unsent[node] += line
             return self._flush(node)
 
     def _flush(self, node: int) -> bool:
@@ -146,9 +145,11 @@ class ControlPlane:
             data = b""
         try:
             if data:
-                self._buffers[node] += data
-                while (message := self._next(node)) is not None:
-                    self._serve(node, message)
+                *lines, self._buffers[node] = (self._buffers[node] + data).split(b"\n")
+                if len(self._buffers[node]) > _LONGEST_MESSAGE:
+                    raise ValueError(f"a message of more than {_LONGEST_MESSAGE} bytes")
+                for line in lines:
+                    self._serve(node, json.loads(line))
                 return True
         except (ValueError, KeyError, TypeError) as error:
             logger.warning("node %d sent a message that cannot be read: %s", node, error)
@@ -158,22 +159,6 @@ class ControlPlane:
                 self._came.notify_all()
             self._ended(node)
         return False
-
-    def _next(self, node: int) -> dict[str, Any] | None:
-        buffer = self._buffers[node]
-        if len(buffer) < _LENGTH.size:
-            return None
-        (length,) = _LENGTH.unpack_from(buffer)
-        if length > _LONGEST_MESSAGE:
-            raise ValueError(f"a message of {length} bytes")
-        end = _LENGTH.size + length
-        if len(buffer) < end:
-            return None
-        self._buffers[node] = buffer[end:]
-        message = json.loads(buffer[_LENGTH.size : end])
-        if not isinstance(message, dict):
-            raise ValueError("a message is an object")
-        return message
 
     def _serve(self, node: int, message: dict[str, Any]) -> None:
         if "fault" in message:
