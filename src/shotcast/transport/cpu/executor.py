@@ -406,11 +406,7 @@ class CpuExecutor:
     def awaited(self, wait: Wait) -> list[int]:
         """List the ranks that ``wait`` is for, as far as they are known. Raises ClosedError."""
         with self._looking:
-            return list(wait.peers) or self._missing()
-
-    def _missing(self) -> list[int]:
-        """List the ranks that keep the collective call from continuing."""
-        return self._absent()
+            return list(wait.peers) or self._absent()
 
     def _known(self, rank: int) -> int:
         """Map a rank in the shared memory to its rank in the communicator."""

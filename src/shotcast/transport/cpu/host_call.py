@@ -34,11 +34,6 @@ def for_all_ranks(plan: CallPlan, world_size: int, capacity: int) -> ChunkLimits
     return ChunkLimits(capacity // world_size, (512 << 10) // world_size)
 
 
-def no_arithmetic(plan: CallPlan) -> dict[int, Arithmetic]:
-    """Return the arithmetic of copies: none."""
-    return {}
-
-
 def check_sum(plan: CallPlan, served: Container[str]) -> None:
     """Raise UnsupportedError unless ``plan`` is a sum in one of the ``served`` dtypes."""
     if plan.dtype not in served or plan.reduction != "sum":
@@ -82,7 +77,7 @@ class HostCall:
     # `chunk(plan, world_size, capacity)`, the limits of a pipeline step
     chunk: Callable[[CallPlan, int, int], ChunkLimits] = one_generation
     # `arithmetic(plan)`, the functions that the schedule calls, by word of the plan record
-    arithmetic: Callable[[CallPlan], dict[int, Arithmetic]] = no_arithmetic
+    arithmetic: Callable[[CallPlan], dict[int, Arithmetic]] = lambda plan: {}
     norms: bool = False  # rows are normalized after the sum, so calls pass the tensors of the norm
     alone: HostCall | None = None  # the call for a single rank, if the schedule needs two
     header_only: bool = False  # no data is moved, only the header

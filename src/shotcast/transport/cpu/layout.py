@@ -40,15 +40,7 @@ INTERRUPT_NS = 20_000_000
 """Time between checks for Ctrl-C; each check takes the interpreter lock."""
 
 # Context words.
-RANK = 0
-WORLD = 8
-EPOCH = 16
-STEP = 24
-DEADLINE = 32
-TIMEOUT = 40
-SPINS = 48
-GENERATION = 56
-OUTBOX_CHUNK = 64
+RANK, WORLD, EPOCH, STEP, DEADLINE, TIMEOUT, SPINS, GENERATION, OUTBOX_CHUNK = range(0, 72, 8)
 HEADER_WORD = 72  # the first word of the header of the current call, with its epoch
 GONE = 80  # a bit for each rank whose process has ended; another thread sets it
 NETWORK = 88  # the address of the record of the network between nodes; 0 on one node
@@ -65,17 +57,7 @@ CONTEXT_WORDS = 80
 # Words of ROW, the state of a fused call: addresses of the next element (0 if not wanted), advanced during the call;
 # eps and the start of sums, as float32 bits; the number of columns of the row summed so far; and, as float32, the
 # partial sums of the squares (for a LayerNorm, of the values), in which column c goes to number c % 32.
-RESIDUAL = 0
-NEW_RESIDUAL = 8
-WEIGHT = 16
-NORMED = 24
-QUANTIZED = 32
-SCALE = 40
-DYNAMIC = 48
-EPS = 56
-START = 64
-COLUMN = 72
-BIAS = 80
+RESIDUAL, NEW_RESIDUAL, WEIGHT, NORMED, QUANTIZED, SCALE, DYNAMIC, EPS, START, COLUMN, BIAS = range(0, 88, 8)
 SQUARES = 128
 SQUARES_LANES = 32
 
@@ -87,27 +69,11 @@ SQUARES_LANES = 32
 # MESSAGE_NUMBER counts the messages between two ranks on different nodes, whose ROOT is the descriptor of their
 # connection.
 HEADER = 0  # of two words
-CHUNK = 16
-ROOT = 24
-ITEMSIZE = 32
-ARITHMETIC = 40
+CHUNK, ROOT, ITEMSIZE, ARITHMETIC = range(16, 48, 8)
 EXTENTS = 64
 OFFSETS = 128
-ADD = 192
-NORM = 200
-HIDDEN = 208
-GATHER_CHUNK = 216
-ENCODE = 224
-DECODE = 232
-NBYTES = 240
-PARTIAL = 248
-ADD_PARTIAL = 256
-ROUND = 264
-SLOT = 272
-MESSAGE_NUMBER = 280
-TOTAL = 288
-ROOT_NODE = 296
-PARTIAL_BYTES = 304
+ADD, NORM, HIDDEN, GATHER_CHUNK, ENCODE, DECODE, NBYTES, PARTIAL, ADD_PARTIAL, ROUND = range(192, 272, 8)
+SLOT, MESSAGE_NUMBER, TOTAL, ROOT_NODE, PARTIAL_BYTES = range(272, 312, 8)
 PARTS = 312  # offset and size of the part of each rank, node by node; behind the words of all plans. In an uneven
 # all_to_all they describe the parts that this rank sends to each rank
 PLAN_WORDS = 39

@@ -116,7 +116,7 @@ class HostsExecutor(CpuExecutor):
             self._put(layout.DESCRIPTORS + 8 * node, one.fileno())
         self.messages = MessageConnections(made.listener, made.hellos)
         self._links.callback(self.messages.close)
-        hears = self._mark_fault, self._peer_ended, self._peer_left
+        hears = self._mark_fault, self._peer_ended, lambda node: self._tell_left(self._peers[node])
         self._control = ControlPlane(made.control, self._states_of_node, *hears)
         self._links.callback(self._control.close)
 
@@ -174,12 +174,9 @@ class HostsExecutor(CpuExecutor):
         self._gone.add(self._peers[node])
         self._told(self._peers[node])
 
-    def _peer_left(self, node: int) -> None:
-        self._tell_left(self._peers[node])
-
     # -- calls ---------------------------------------------------------------------------------------------------
 
-    def bind(self, plan: CallPlan) -> CpuBoundCall | Message:  # type: ignore[override]
+    def bind(self, plan: CallPlan) -> CpuBoundCall:
         """Bind a plan to a call that can be repeated; see :meth:`CpuExecutor.bind`."""
         message = plan.op in (Op.SEND, Op.RECV)
         if message and not (0 <= plan.root < self._nodes.world_size and plan.root != self._global_rank):
@@ -348,7 +345,7 @@ class HostsExecutor(CpuExecutor):
         """Determine the kind of fault for ranks that will never arrive."""
         return wire.LEFT if set(ranks) <= set(self._hosts.left) else otherwise
 
-    def _missing(self) -> list[int]:
+    def _absent(self) -> list[int]:
         return self._blame(TIMED_OUT)[1]
 
     def _known(self, rank: int) -> int:

@@ -47,15 +47,10 @@ def whole_generation(plan: CallPlan, world_size: int, capacity: int) -> ChunkLim
     return ChunkLimits(capacity, 512 << 10)
 
 
-def no_slots(nodes: int, slice_bytes: int) -> int:
-    """Return the slots of an operation in which no data arrives."""
-    return 0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostsCall(HostCall):
     """The implementation of an operation of CPU ranks on several nodes, in compiled code."""
 
     # `slots(nodes, slice_bytes)`: the number of float32 slices to allocate in addition to the sum of this node, for the
     # slices that arrive at once; a slice has `slice_bytes` in the dtype of the call
-    slots: Callable[[int, int], int] = no_slots
+    slots: Callable[[int, int], int] = lambda nodes, slice_bytes: 0
