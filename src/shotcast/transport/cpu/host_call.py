@@ -81,3 +81,6 @@ class HostCall:
     norms: bool = False  # rows are normalized after the sum, so calls pass the tensors of the norm
     alone: HostCall | None = None  # the call for a single rank, if the schedule needs two
     header_only: bool = False  # no data is moved, only the header
+    # `slots(nodes, slice_bytes)`, on several nodes: the number of float32 slices to allocate in addition to the sum of
+    # this node, for the slices that arrive at once; a slice has `slice_bytes` in the dtype of the call
+    slots: Callable[[int, int], int] = lambda nodes, slice_bytes: 0

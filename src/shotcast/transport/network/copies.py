@@ -10,12 +10,13 @@ from __future__ import annotations
 from shotcast.device.cpu.atomics import copy, load
 from shotcast.device.cpu.compilation import CompiledSchedule
 from shotcast.device.cpu.lazy_numba import njit
+from shotcast.transport.cpu.host_call import ChunkLimits, HostCall
 from shotcast.transport.cpu.layout import CHUNK, NBYTES, NETWORK, PARTS, RANK, ROOT, ROOT_NODE, STEP, WORLD
 from shotcast.transport.cpu.staging import generation, wrap_rank
 from shotcast.transport.cpu.waiting import ABORTED, DONE, await_all, begin, finish, meet, publish, region
 from shotcast.transport.network.frames import add_receipt, add_send, begin_transfer, transfer
-from shotcast.transport.network.hosts_call import HostsCall, whole_generation
 from shotcast.transport.network.layout import NODE, NODES
+from shotcast.wire import CallPlan
 
 
 @njit(error_model="numpy")
@@ -117,5 +118,10 @@ def broadcast(context: int, plan: int, x: int, out: int) -> int:
     return finish(context, step)
 
 
-ALL_GATHER = HostsCall(schedule=CompiledSchedule(all_gather), chunk=whole_generation)
-BROADCAST = HostsCall(schedule=CompiledSchedule(broadcast), chunk=whole_generation)
+def chunk_limits(plan: CallPlan, world_size: int, capacity: int) -> ChunkLimits:
+    """Compute the limits of a step that stages one part."""
+    return ChunkLimits(capacity, 512 << 10)
+
+
+ALL_GATHER = HostCall(schedule=CompiledSchedule(all_gather), chunk=chunk_limits)
+BROADCAST = HostCall(schedule=CompiledSchedule(broadcast), chunk=chunk_limits)

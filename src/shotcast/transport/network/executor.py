@@ -26,9 +26,9 @@ from shotcast.transport.cpu.executor import CpuBoundCall, CpuExecutor, parts_of
 from shotcast.transport.cpu.host_call import HostCall
 from shotcast.transport.cpu.waiting import ABORTED, INTERRUPTED, MISMATCHED, PEER_GONE, TIMED_OUT
 from shotcast.transport.network import layout
+from shotcast.transport.network.arithmetic import partial_bytes
 from shotcast.transport.network.connect import connect
 from shotcast.transport.network.control import ControlPlane, RankState
-from shotcast.transport.network.hosts_call import HostsCall, partial_bytes
 from shotcast.transport.network.layout import FRAME_HEADER_BYTES
 from shotcast.transport.network.meet import BARRIER, SWAP
 from shotcast.transport.network.messages import Message, MessageConnections
@@ -201,7 +201,7 @@ class HostsExecutor(CpuExecutor):
             record[local_layout.ROOT // 8] = self._nodes.local_rank_of(plan.root)
             record[local_layout.ROOT_NODE // 8] = self._nodes.node_of(plan.root)
         slice_bytes = wire.slice_bytes(plan.nbytes, len(self._members))
-        slots = call.slots(self._nodes.nodes, slice_bytes) if isinstance(call, HostsCall) else 0
+        slots = call.slots(self._nodes.nodes, slice_bytes)
         if slots > 0:
             count = -(-slice_bytes // wire.DTYPES[plan.dtype])
             record[local_layout.PARTIAL_BYTES // 8] = partial_bytes(plan)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from shotcast.device.cpu.atomics import load
 from shotcast.device.cpu.compilation import CompiledSchedule
+from shotcast.transport.cpu.host_call import HostCall
 from shotcast.transport.cpu.layout import NBYTES, NETWORK
 from shotcast.transport.cpu.waiting import ABORTED, DONE, begin
 from shotcast.transport.cpu.waiting import meet as meet_in_node
 from shotcast.transport.network.frames import add_receipt, add_send, begin_transfer, transfer
-from shotcast.transport.network.hosts_call import HostsCall
 from shotcast.transport.network.layout import NODE, NODES
 
 
@@ -50,5 +50,5 @@ def swap(context: int, plan: int, x: int, out: int) -> int:
     return transfer(context, network)
 
 
-BARRIER = HostsCall(schedule=CompiledSchedule(meet), header_only=True)
-SWAP = HostsCall(schedule=CompiledSchedule(swap))
+BARRIER = HostCall(schedule=CompiledSchedule(meet), header_only=True)
+SWAP = HostCall(schedule=CompiledSchedule(swap))

@@ -21,7 +21,7 @@ from shotcast.device.cpu.atomics import call_arithmetic, load, store
 from shotcast.device.cpu.compilation import Arithmetic, CompiledSchedule
 from shotcast.device.cpu.lazy_numba import HostFunction, njit
 from shotcast.errors import UnsupportedError
-from shotcast.transport.cpu.host_call import for_all_ranks, sums, sums_and_norms
+from shotcast.transport.cpu.host_call import HostCall, for_all_ranks, sums, sums_and_norms
 from shotcast.transport.cpu.layout import (
     ARITHMETIC,
     ITEMSIZE,
@@ -39,7 +39,7 @@ from shotcast.transport.cpu.norm import START_AT_MINUS_ZERO, add_and_norm, begin
 from shotcast.transport.cpu.staging import slice_size
 from shotcast.transport.cpu.waiting import ABORTED, DONE, begin
 from shotcast.transport.network import exchanges
-from shotcast.transport.network.hosts_call import HostsCall, node_reductions, partial_sums
+from shotcast.transport.network.arithmetic import node_reductions, partial_sums
 from shotcast.transport.network.layout import ACCUMULATOR, NODE, NODES, POINTERS
 from shotcast.transport.network.phases import (
     all_reduce_by,
@@ -97,16 +97,16 @@ def _one_slot(nodes: int, slice_bytes: int) -> int:
     return 1
 
 
-DOUBLING = HostsCall(schedule=CompiledSchedule(doubling), chunk=for_all_ranks, arithmetic=partial_sums, slots=_one_slot)
-HALVING = HostsCall(schedule=CompiledSchedule(halving), chunk=for_all_ranks, arithmetic=partial_sums, slots=_one_slot)
-TWO_SHOT = HostsCall(schedule=CompiledSchedule(two_shot), chunk=for_all_ranks, arithmetic=partial_sums, slots=_one_slot)
-ALL_PAIRS = HostsCall(
+DOUBLING = HostCall(schedule=CompiledSchedule(doubling), chunk=for_all_ranks, arithmetic=partial_sums, slots=_one_slot)
+HALVING = HostCall(schedule=CompiledSchedule(halving), chunk=for_all_ranks, arithmetic=partial_sums, slots=_one_slot)
+TWO_SHOT = HostCall(schedule=CompiledSchedule(two_shot), chunk=for_all_ranks, arithmetic=partial_sums, slots=_one_slot)
+ALL_PAIRS = HostCall(
     schedule=CompiledSchedule(all_pairs),
     chunk=for_all_ranks,
     arithmetic=node_reductions,
     slots=lambda nodes, slice_bytes: nodes,
 )
-REDUCE = HostsCall(
+REDUCE = HostCall(
     schedule=CompiledSchedule(reduce),
     chunk=for_all_ranks,
     arithmetic=node_reductions,
@@ -251,6 +251,6 @@ def _rounded_slots(nodes: int, slice_bytes: int) -> int:
     return 1 + _slots_that_arrive(nodes, whole) + wide
 
 
-IN_16_BITS = HostsCall(
+IN_16_BITS = HostCall(
     schedule=CompiledSchedule(in_16_bits), chunk=for_all_ranks, arithmetic=_rounded_sums, slots=_rounded_slots
 )
