@@ -154,7 +154,7 @@ class ShmBuffer:
     """
 
     multicast_address = 0
-    """None, because every store to shared memory already reaches all ranks."""
+    """There is none, because every store to shared memory already reaches all ranks."""
 
     def __init__(self, group: StoreGroup, nbytes: int, heap_nbytes: int = 0):
         if nbytes < 1:
