@@ -20,18 +20,19 @@ import torch
 from shotcast import wire
 from shotcast.cost.collective import NetworkCost
 from shotcast.errors import ConfigError
+from shotcast.memory.operands import NormTensors
 from shotcast.memory.symmetric import raise_failures
 from shotcast.transport.cpu import layout as local_layout
-from shotcast.transport.cpu.executor import CpuBoundCall, CpuExecutor, parts_of
+from shotcast.transport.cpu.executor import CpuBoundCall, CpuExecutor, fill_with_nan, parts_of
 from shotcast.transport.cpu.host_call import HostCall
-from shotcast.transport.cpu.waiting import ABORTED, INTERRUPTED, MISMATCHED, PEER_GONE, TIMED_OUT
+from shotcast.transport.cpu.waiting import ABORTED, DONE, INTERRUPTED, MISMATCHED, PEER_GONE, TIMED_OUT
 from shotcast.transport.network import layout
 from shotcast.transport.network.arithmetic import partial_bytes
 from shotcast.transport.network.connect import connect
 from shotcast.transport.network.control import ControlPlane, RankState
 from shotcast.transport.network.layout import FRAME_HEADER_BYTES
 from shotcast.transport.network.meet import BARRIER, SWAP
-from shotcast.transport.network.messages import Message, MessageConnections
+from shotcast.transport.network.messages import MessageConnections
 from shotcast.transport.network.sums import ALL_PAIRS
 from shotcast.transport.transport import Built, Network, Ranks
 from shotcast.units import align_up
@@ -60,6 +61,64 @@ class NetworkSpeed(NamedTuple):
     gbps: float  # the rate at which each rank sends to one other node while all ranks do, in 1e9 bytes per second
     spread_us: float  # the time of a step in which all nodes exchange frames with all other nodes
     spread_gbps: float  # the rate at which each rank sends to all other nodes at once
+
+
+class Message(CpuBoundCall):
+    """A send or recv between two nodes, with its compiled function and its record."""
+
+    __slots__ = ("_numbers",)
+    _executor: HostsExecutor
+
+    def __init__(self, executor: HostsExecutor, plan: CallPlan, call: HostCall, numbers: dict[int, int]):
+        super().__init__(executor, plan, call)
+        self._numbers = numbers
+
+    def run(
+        self,
+        x: torch.Tensor | None,
+        out: torch.Tensor | None,
+        norm: NormTensors | None = None,
+        sizes: tuple[int, ...] = (),
+    ) -> None:
+        """Send ``x``, or receive into ``out`` (``x`` without one); block until the message is done or has failed."""
+        if self._function is None:
+            self.load()
+        assert self._function is not None
+        plan, target = self.plan, x if out is None else out
+        address = 0 if target is None else target.data_ptr()
+        interruption: BaseException | None = None
+        self._executor.in_message(Wait(plan.op.label, self._numbers[plan.root] + 1, time.monotonic(), (plan.root,)))
+        try:
+            status = self._connect()
+            if status == DONE:
+                status = self._function(self._executor.context_address, self._record_address, address, address)
+        except BaseException as error:  # a signal handler raised while this rank waited
+            status, interruption = INTERRUPTED, error
+        finally:
+            self._executor.in_message(None)
+        if status == DONE:
+            self._numbers[plan.root] += 1
+        else:
+            self._executor.fail(status, plan, self.header)
+            fill_with_nan(target if plan.op is Op.RECV else None)
+        if interruption is not None:
+            raise interruption
+
+    def _connect(self) -> int:
+        """Write the connection and the number of the message to the record. Returns a status."""
+        executor, rank = self._executor, self.plan.root
+        deadline = time.monotonic() + executor.timeout_s
+
+        def goes_on() -> bool:
+            return not executor.stopped and not executor.ended(rank)
+
+        connection = executor.messages.to if self.plan.op is Op.SEND else executor.messages.of
+        descriptor = connection(rank, deadline, goes_on)
+        if descriptor is None:
+            return ABORTED if executor.stopped else PEER_GONE if executor.ended(rank) else TIMED_OUT
+        self._record[local_layout.ROOT // 8] = descriptor
+        self._record[local_layout.MESSAGE_NUMBER // 8] = self._numbers[rank]
+        return DONE
 
 
 class HostsExecutor(CpuExecutor):

@@ -11,25 +11,16 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-import torch
 
 from shotcast.device.cpu.atomics import load, store
 from shotcast.device.cpu.compilation import CompiledSchedule
 from shotcast.device.cpu.lazy_numba import njit
-from shotcast.memory.operands import NormTensors
-from shotcast.transport.cpu.executor import CpuBoundCall, fill_with_nan
 from shotcast.transport.cpu.host_call import HostCall
 from shotcast.transport.cpu.layout import DEADLINE, HEADER, MESSAGE_NUMBER, NBYTES, NETWORK, ROOT
-from shotcast.transport.cpu.waiting import ABORTED, DONE, INTERRUPTED, PEER_GONE, TIMED_OUT, is_stopped
+from shotcast.transport.cpu.waiting import ABORTED, is_stopped
 from shotcast.transport.network.connect import Hellos
 from shotcast.transport.network.frames import add_frame, begin_transfer, transfer
 from shotcast.transport.network.layout import RECEIVES, SENDS
-from shotcast.wire import CallPlan, Op, Wait
-
-if TYPE_CHECKING:
-    from shotcast.transport.network.executor import HostsExecutor
 
 _SLICE_S = 0.02
 """Time between checks for faults while a rank waits for a connection."""
@@ -134,61 +125,3 @@ class MessageConnections:
         self._listener.close()
         for one in (*self._sending.values(), *self._receiving.values()):
             one.close()
-
-
-class Message(CpuBoundCall):
-    """A send or recv between two nodes, with its compiled function and its record."""
-
-    __slots__ = ("_numbers",)
-    _executor: HostsExecutor
-
-    def __init__(self, executor: HostsExecutor, plan: CallPlan, call: HostCall, numbers: dict[int, int]):
-        super().__init__(executor, plan, call)
-        self._numbers = numbers
-
-    def run(
-        self,
-        x: torch.Tensor | None,
-        out: torch.Tensor | None,
-        norm: NormTensors | None = None,
-        sizes: tuple[int, ...] = (),
-    ) -> None:
-        """Send ``x``, or receive into ``out`` (``x`` without one); block until the message is done or has failed."""
-        if self._function is None:
-            self.load()
-        assert self._function is not None
-        plan, target = self.plan, x if out is None else out
-        address = 0 if target is None else target.data_ptr()
-        interruption: BaseException | None = None
-        self._executor.in_message(Wait(plan.op.label, self._numbers[plan.root] + 1, time.monotonic(), (plan.root,)))
-        try:
-            status = self._connect()
-            if status == DONE:
-                status = self._function(self._executor.context_address, self._record_address, address, address)
-        except BaseException as error:  # a signal handler raised while this rank waited
-            status, interruption = INTERRUPTED, error
-        finally:
-            self._executor.in_message(None)
-        if status == DONE:
-            self._numbers[plan.root] += 1
-        else:
-            self._executor.fail(status, plan, self.header)
-            fill_with_nan(target if plan.op is Op.RECV else None)
-        if interruption is not None:
-            raise interruption
-
-    def _connect(self) -> int:
-        """Write the connection and the number of the message to the record. Returns a status."""
-        executor, rank = self._executor, self.plan.root
-        deadline = time.monotonic() + executor.timeout_s
-
-        def goes_on() -> bool:
-            return not executor.stopped and not executor.ended(rank)
-
-        connection = executor.messages.to if self.plan.op is Op.SEND else executor.messages.of
-        descriptor = connection(rank, deadline, goes_on)
-        if descriptor is None:
-            return ABORTED if executor.stopped else PEER_GONE if executor.ended(rank) else TIMED_OUT
-        self._record[ROOT // 8] = descriptor
-        self._record[MESSAGE_NUMBER // 8] = self._numbers[rank]
-        return DONE
