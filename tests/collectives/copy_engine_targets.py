@@ -187,8 +187,10 @@ def told_after_the_last_meeting(copies: int) -> tuple[torch.Tensor, Any]:
         if number == 2:
             fault = wire.encode_fault(wire.TIMEOUT, Op.ALL_REDUCE, [1], 9)
             if copies:
-                comm._executor.workspaces[-1]._copies(layout.ABORT)[-copies:] = fault
-                assert comm._executor.workspaces[-1].stopped
+                workspace = comm._executor.workspaces[-1]
+                end = layout.ABORT + layout.COPIES * layout.COPY_WORDS
+                workspace._control[layout.ABORT : end : layout.COPY_WORDS][-copies:] = fault
+                assert workspace.stopped
             else:
                 comm._executor.stop(fault)
 

@@ -127,7 +127,7 @@ def test_a_timeline_shows_both_lanes_at_once() -> None:
     assert timeline.hidden_us > 0.8 * timeline.communication_us
 
 
-@two_gpus
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL, which a graph can capture, and Gloo cannot")
 def test_every_way_gives_the_bits_of_the_contract() -> None:
     results = spawn(targets.all_ways, 2, "cuda", timeout_s=300)
     for found in results:

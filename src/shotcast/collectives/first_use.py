@@ -131,7 +131,9 @@ class CompileBarrier:
         waited = compiled = 0.0
         pause, looked, log = 0.0005, time.monotonic(), WaitLog()
         while late := [rank for name, rank in awaited if not self._store.check([f"ready/{name}/{rank}"])]:
-            dead = [rank for rank in late if rank in self._host.gone]
+            gone = [rank for rank in late if rank in self._host.gone]
+            # asked again: a rank may have become ready, and left after its part of the call
+            dead = [rank for name, rank in awaited if rank in gone and not self._store.check([f"ready/{name}/{rank}"])]
             if self._executor.stopped:  # asked after: a rank that ends has told its fault before, which is the cause
                 return message
             if dead:
