@@ -12,7 +12,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -54,6 +54,13 @@ _KINDS = {
     PARTS_DIFFER: wire.PARTS_DIFFER,
 }
 """The kind of fault for each status of a schedule."""
+
+
+class CpuAlgorithms(Protocol):
+    """The part of a communicator's algorithms that the executor uses."""
+
+    def header(self, plan: CallPlan, /) -> HeaderWords: ...
+    def kernel(self, plan: CallPlan, kind: str, /) -> Any: ...
 
 
 def fill_with_nan(tensor: torch.Tensor | None) -> None:
@@ -163,7 +170,7 @@ class CpuExecutor:
     """The part of an algorithm's description that holds its compiled code."""
     heap_nbytes = _HEAP_BYTES
 
-    def __init__(self, group: StoreGroup, max_bytes: int, timeout_s: float, algorithms: Any):
+    def __init__(self, group: StoreGroup, max_bytes: int, timeout_s: float, algorithms: CpuAlgorithms):
         self._rank, self._world_size = group.rank, group.world_size
         self._sender = group.rank  # as headers name it
         self._algorithms = algorithms
