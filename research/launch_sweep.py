@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from gpu_times import seconds_each
 from gpu_timing import write
 from rich.console import Console
@@ -59,9 +60,10 @@ class Peer:
     def __init__(self, comm: shotcast.Communicator, rows: int):
         from flashinfer import comm as library
 
+        dist.init_process_group("gloo")  # it exchanges its handles by a group
         self._comm, self._library = comm, library
         made = library.trtllm_create_ipc_workspace_for_all_reduce_fusion(
-            comm.rank, comm.world_size, rows, HIDDEN, group=comm._group
+            comm.rank, comm.world_size, rows, HIDDEN, group=dist.group.WORLD
         )
         self._handles, self._workspace = made[0], made[1]
 
@@ -96,7 +98,8 @@ class Peer:
         )
 
     def close(self) -> None:
-        self._library.trtllm_destroy_ipc_workspace_for_all_reduce_fusion(self._handles, group=self._comm._group)
+        self._library.trtllm_destroy_ipc_workspace_for_all_reduce_fusion(self._handles, group=dist.group.WORLD)
+        dist.destroy_process_group()
 
 
 def launches(comm: shotcast.Communicator, op: Op, x: torch.Tensor, norm: wire.Norm | None) -> list[tuple[str, Any]]:

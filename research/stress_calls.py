@@ -43,6 +43,8 @@ COPIES = (
 """Kinds of calls that move any dtype."""
 BLOCK = 500
 """Calls between two looks at the results. On a GPU the calls of a block are enqueued without a wait."""
+TURNS = 50
+"""Replays of a block between two looks at the clock."""
 SMALL_BYTES = 1 << 16
 """``max_bytes`` of the second communicator: messages pass through it in many pieces."""
 WEIGHTS = {
@@ -67,10 +69,10 @@ class Plan:
     Attributes:
         first: the number of the first call.
         calls: the most calls.
-        seconds: the run ends with the block in which it has taken so long.
+        seconds: the run ends with the block in which it has taken so long, and replays no more.
         largest: the most elements of a message.
         progress: the files into which ranks write, after each block, what has been done; each adds its rank.
-        replays: on GPUs, how often each block is replayed from a graph after it was made, each time on other inputs.
+        replays: on GPUs, how often, at most, each block is replayed from a graph after it was made, on other inputs.
     """
 
     device: str
@@ -151,6 +153,7 @@ class Stress:
         self.counts: dict[str, Counter[str]] = {"kinds": Counter(), "algorithms": Counter(), "dtypes": Counter()}
         self.nbytes = 0
         self.replayed = 0
+        self.began = time.monotonic()
         self._kinds = {kind: weight for kind, weight in WEIGHTS.items() if self._cuda or kind != "graph"}
         self._synchronize()
 
@@ -458,12 +461,21 @@ class Stress:
             for stream in streams[1:]:
                 capturing.wait_stream(stream)
         self._streams = streams
-        for _ in range(self._plan.replays):
-            graph.replay()
+        made = 0
+        while made < self._plan.replays and not self.late():
+            turns = min(TURNS, self._plan.replays - made)
+            for _ in range(turns):
+                graph.replay()
+            made += turns
         slots = self.wrong()
         graph.reset()
-        self.replayed += len(cases) * self._plan.replays
+        self.replayed += len(cases) * made
         return [number for number in range(first, first + calls) if number % BLOCK in slots]
+
+    def late(self) -> bool:
+        """Whether the run has taken its time on any rank; all ranks have the same answer."""
+        mine = torch.tensor([time.monotonic() - self.began > self._plan.seconds], device=self._comm.device)
+        return bool(self._comm.all_gather(mine.to(torch.uint8)).any())
 
     def turn(self) -> None:
         """Turn the pools, so that calls have other inputs. Special values stay in the last quarter."""
@@ -499,7 +511,6 @@ def run(plan: Plan, calls_of_rank: type[Stress] = Stress) -> None:
 
     The run goes on after a wrong result, and ends after the block with the tenth.
     """
-    began = time.monotonic()
     with shotcast.Communicator(device=plan.device, timeout_s=plan.timeout_s) as comm:
         stress = calls_of_rank(plan, comm)
         done, everywhere, wrong = 0, 0, []
@@ -509,21 +520,18 @@ def run(plan: Plan, calls_of_rank: type[Stress] = Stress) -> None:
             if plan.replays:
                 mine += stress.replay(plan.first + done, calls)
             done += calls
-            found = torch.zeros(2, dtype=torch.int64, device=comm.device)
-            found[0], found[1] = len(mine), time.monotonic() - began > plan.seconds
-            elsewhere, ending = comm.all_gather(found).view(-1, 2).sum(0).tolist()
-            everywhere += elsewhere
+            everywhere += int(comm.all_gather(torch.tensor([len(mine)], device=comm.device)).sum())
             wrong += [{"call": number, "rank": comm.rank, "case": str(stress.case(number)[:7])} for number in mine]
             if comm.rank == 0 or mine:
                 state = {
                     "calls": done,
-                    "seconds": round(time.monotonic() - began, 1),
+                    "seconds": round(time.monotonic() - stress.began, 1),
                     "replayed": stress.replayed,
                     "message_bytes": stress.nbytes,
                     **{name: dict(sorted(counter.items())) for name, counter in stress.counts.items()},
                     "wrong": wrong,
                 }
                 Path(f"{plan.progress}.{comm.rank}").write_text(json.dumps(state))
-            if ending or done >= plan.calls or everywhere >= 10:
+            if stress.late() or done >= plan.calls or everywhere >= 10:
                 break
         stress.close()

@@ -12,6 +12,7 @@ byte. At last ``--fault`` befalls rank 1 under load, and the error that vLLM rai
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -211,16 +212,16 @@ class Child:
         return self.answer()
 
     def end(self) -> None:
-        """Kill the process and those that it has started, also stopped ones."""
-        if self._process.poll() is None:
+        """Kill the process and those that it has started, also stopped ones, which outlive it."""
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._answers.close()
 
 
-def in_turns(children: dict[str, Child], rounds: int, fault: int) -> dict[str, dict[str, Any]]:
-    """Let engines take their steps in turns. Returns what each has answered; an engine that ends has no more."""
-    found: dict[str, dict[str, Any]] = {name: {} for name in children}
+def in_turns(children: dict[str, Child], rounds: int, fault: int, found: dict[str, dict[str, Any]]) -> None:
+    """Let engines take their steps in turns. Adds to ``found`` what each answers; an engine that ends has no more."""
+    found |= {name: {} for name in children}
 
     def each(step: str, **asked: Any) -> dict[str, dict[str, Any]]:
         answers = {name: child.step(step, **asked) for name, child in children.items()}
@@ -235,9 +236,10 @@ def in_turns(children: dict[str, Child], rounds: int, fault: int) -> dict[str, d
                 found[name].setdefault("tokens", {})[str(batch)] = answer["tokens"]
     for name, answer in each("likelihoods").items():
         found[name]["likelihoods"] = answer["digests"]
-    for name, answer in each("fault", signal=fault).items() if fault else ():
-        found[name]["fault"] = answer
-    return found
+    for name, child in children.items() if fault else ():
+        if (answer := child.step("fault", signal=fault)) is not None:
+            found[name]["fault"] = answer
+        child.end()  # kernels of its ranks may still wait
 
 
 def lines_of(found: dict[str, dict[str, Any]]) -> list[str]:
@@ -273,18 +275,21 @@ def main() -> None:
         return
     command = [sys.executable, __file__, "--serve"]
     children: dict[str, Child] = {}
+    found: dict[str, dict[str, Any]] = {}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # engines end too, and results are kept
     try:
         for name in asked.forms.split(","):
             cache = {"VLLM_CACHE_ROOT": tempfile.mkdtemp(), "TORCHINDUCTOR_CACHE_DIR": tempfile.mkdtemp()}
             children[name] = Child(command, PLAIN | cache | FORMS[name], asked.logs / f"vllm_{name}.log")
         fault = {"none": 0, "kill": signal.SIGKILL, "stop": signal.SIGSTOP}[asked.fault]
-        found = in_turns(children, asked.rounds, fault)
+        in_turns(children, asked.rounds, fault, found)
     finally:
         for child in children.values():
             child.end()
-    print("\n".join(lines_of(found)))
-    if asked.json is not None:
-        write(asked.json, [{"form": name, **one} for name, one in found.items()], kernels.of_collectives("cuda"))
+        if found:
+            print("\n".join(lines_of(found)), flush=True)
+        if found and asked.json is not None:
+            write(asked.json, [{"form": name, **one} for name, one in found.items()], kernels.of_collectives("cuda"))
 
 
 if __name__ == "__main__":

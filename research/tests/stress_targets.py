@@ -38,6 +38,17 @@ def turning(plan: stress_calls.Plan) -> int:
     return wrong
 
 
+def late_on_one_rank(plan: stress_calls.Plan) -> tuple[bool, bool]:
+    """Return whether a run is late, before and after rank 0 alone has taken its time."""
+    with shotcast.Communicator(device=plan.device, timeout_s=plan.timeout_s) as comm:
+        stress = stress_calls.Stress(plan, comm)
+        before = stress.late()
+        stress.began -= plan.seconds * (comm.rank == 0)
+        after = stress.late()
+        stress.close()
+    return before, after
+
+
 def failing(plan: stress_calls.Plan) -> None:
     """Make a run in which a broadcast fails."""
     stress_calls.run(plan, _Failing)

@@ -66,6 +66,11 @@ def test_references_follow_the_inputs() -> None:
     assert shotcast.spawn(stress_targets.turning, 2, plan, timeout_s=60) == [0, 0]
 
 
+def test_ranks_agree_that_time_is_over() -> None:
+    plan = stress_calls.Plan("cpu", 5, 0, 0, 600.0, 1 << 16, 30.0, "")
+    assert shotcast.spawn(stress_targets.late_on_one_rank, 2, plan, timeout_s=60) == [(False, True)] * 2
+
+
 def test_one_bit_is_seen() -> None:
     x = torch.tensor([1.0, float("nan"), 0.0], dtype=torch.bfloat16)
     assert stress_calls.differing(x, x.clone()) == 0
