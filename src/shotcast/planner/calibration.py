@@ -149,28 +149,33 @@ class Calibration:
         return replace(self, part=gpu.name, kinds=kinds, link=link, fused_norms=fused_norms)
 
     def as_json(self) -> str:
-        """Format the calibration as a file; a CPU's has a line for each of its many kinds."""
-        link = {name: getattr(self.link, name) for name in _LINK_FIELDS} | {"residual": self.link_residual}
-        text = json.dumps(
-            {
-                "part": self.part,
-                "device": self.device,
-                "dtype": self.dtype,
-                "few_rows": self.few_rows,
-                "sources": list(self.sources),
-                "kernels": dict(self.kernels),
-                "kinds": {} if self.shares else _fits_as_json(self.kinds),
-                **({"fused_norms": _fits_as_json(self.fused_norms)} if self.device == "cuda" else {}),
-                "link": _rounded(link),
-                "host": _host_as_json(self.host, self.device),
-                "shares": {
-                    str(ranks): {"kinds": _fits_as_json(share.kinds), "host": _host_as_json(share.host, self.device)}
-                    for ranks, share in self.shares.items()
-                },
+        """Format the calibration as a file, with a line for each kind."""
+        content = {
+            "part": self.part,
+            "device": self.device,
+            "dtype": self.dtype,
+            "few_rows": self.few_rows,
+            "sources": list(self.sources),
+            "kernels": self.kernels,
+            "kinds": {} if self.shares else _fit_constants(self.kinds),
+            **({"fused_norms": _fit_constants(self.fused_norms)} if self.device == "cuda" else {}),
+            "link": self._link_constants,
+            "host": self._host_constants(self.host),
+            "shares": {
+                str(ranks): {"kinds": _fit_constants(share.kinds), "host": self._host_constants(share.host)}
+                for ranks, share in self.shares.items()
             },
-            indent=1,
-        )
-        return _INNERMOST.sub(lambda found: " ".join(found[0].split()), text) if self.shares else text
+        }
+        text = json.dumps(_rounded(content), indent=1)
+        return _INNERMOST.sub(lambda found: " ".join(found[0].split()), text)
+
+    @property
+    def _link_constants(self) -> dict[str, float]:
+        return {name: getattr(self.link, name) for name in _LINK_FIELDS} | {"residual": self.link_residual}
+
+    def _host_constants(self, host: HostCost) -> dict[str, Any]:
+        given = asdict(host).items()
+        return {name: value for name, value in given if self.device == "cuda" or name not in _HOST_FIELDS_OF_GPUS}
 
 
 _INNERMOST = re.compile(r"\{[^{}]*\}")
@@ -178,19 +183,12 @@ _FIT = ("residual", "worst", "points")
 _LINK_FIELDS = ("fixed_us", "step_us", "bw_gbps", "local_gbps")
 _HOST_FIELDS = ("fixed_us", "per_sequence_us", "per_row_us")
 _HOST_FIELDS_OF_GPUS = ("per_layer_us", "per_request_us", "client_us")
+_RATES = ("bw_gbps", "local_gbps", "first_rate", "second_rate", "rate")
 _DEVICES, _MODEL_DTYPES = ("cuda", "cpu"), ("bfloat16", "float16", "float32")
 
 
-def _host_as_json(host: HostCost, device: str) -> Any:
-    return _rounded(
-        {name: value for name, value in asdict(host).items() if device == "cuda" or name not in _HOST_FIELDS_OF_GPUS}
-    )
-
-
-def _fits_as_json(fits: Mapping[str, Fit[Cost]]) -> Any:
-    return _rounded(
-        {kind: asdict(fit.cost) | {name: getattr(fit, name) for name in _FIT} for kind, fit in fits.items()}
-    )
+def _fit_constants(fits: Mapping[str, Fit[Cost]]) -> dict[str, dict[str, Any]]:
+    return {kind: asdict(fit.cost) | {name: getattr(fit, name) for name in _FIT} for kind, fit in fits.items()}
 
 
 def load(part: str, path: Path | None = None) -> Calibration:
@@ -287,27 +285,19 @@ def _require_sense(calibration: Calibration, origin: str) -> None:
         required, fused = set(CPU_KINDS), set()
     if missing := sorted(fused - set(calibration.fused_norms)):
         raise ConfigError(f"{origin} is no calibration: it lacks {', '.join(missing)}")
-    rates = {f"link {name}": getattr(calibration.link, name) for name in ("bw_gbps", "local_gbps")}
-    costs = {f"link {name}": getattr(calibration.link, name) for name in ("fixed_us", "step_us")}
-    costs["link residual"] = calibration.link_residual
-    for kind, norm in calibration.fused_norms.items():
-        rates[f"{kind} rate"] = norm.cost.rate
-        costs |= {f"{kind} {name}": getattr(norm.cost, name) for name in ("beyond_us", "fixed_us")}
-        costs[f"{kind} residual"] = norm.residual
+    constants: dict[str, Any] = {"link": calibration._link_constants, **_fit_constants(calibration.fused_norms)}
     own = {"": Share(calibration.kinds, calibration.host)}
     for ranks, share in (own | {f"{ranks} ranks: ": share for ranks, share in calibration.shares.items()}).items():
         if missing := sorted(required - {kind.partition("@")[0] for kind in share.kinds}):
             raise ConfigError(f"{origin} is no calibration: {ranks}it lacks {', '.join(missing)}")
-        for kind, known in share.kinds.items():
-            rates |= {f"{ranks}{kind} {name}": getattr(known.cost, name) for name in ("first_rate", "second_rate")}
-            costs |= {f"{ranks}{kind} fixed_us": known.cost.fixed_us, f"{ranks}{kind} residual": known.residual}
-        costs |= {f"{ranks}host {name}": getattr(share.host, name) for name in (*_HOST_FIELDS, *_HOST_FIELDS_OF_GPUS)}
-    for name, rate in rates.items():
-        if not 0 < rate < math.inf:
-            raise ConfigError(f"{origin}: {name} must be a number above 0, not {rate:g}")
-    for name, cost in costs.items():
-        if not 0 <= cost < math.inf:
-            raise ConfigError(f"{origin}: {name} must be a number, 0 or above, not {cost:g}")
+        constants |= {f"{ranks}{kind}": known for kind, known in _fit_constants(share.kinds).items()}
+        constants[f"{ranks}host"] = asdict(share.host)
+    for owner, values in constants.items():
+        for name, value in values.items():
+            if name in _RATES and not 0 < value < math.inf:
+                raise ConfigError(f"{origin}: {owner} {name} must be a number above 0, not {value:g}")
+            if isinstance(value, float) and not 0 <= value < math.inf:
+                raise ConfigError(f"{origin}: {owner} {name} must be a number, 0 or above, not {value:g}")
 
 
 def rotation_bytes(tokens: int, heads: int, kv_heads: int, head_dim: int, itemsize: int) -> float:
