@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shotcast.errors import ConfigError
 from shotcast.layers.rope import Rope
 from shotcast.models.config import ModelConfig
-from shotcast.models.families import find_family
+from shotcast.models.families import GEMMA2, GEMMA3, OLMO2, PHI3
 from shotcast.models.memory_estimate import available_bytes, kv_bytes_per_token, require_division, weight_bytes
 from shotcast.models.presets import PRESETS, preset
 
@@ -34,10 +34,7 @@ TINY = ModelConfig(
     mlp_bias=True,
     qk_norm="head",
 )
-OTHERS = [
-    replace(TINY, names=family.names, qk_norm=family.qk_norm)
-    for family in map(find_family, ("phi3", "olmo2", "gemma2", "gemma3_text"))
-]
+OTHERS = [replace(TINY, names=family.names, qk_norm=family.qk_norm) for family in (PHI3, OLMO2, GEMMA2, GEMMA3)]
 
 
 @pytest.mark.parametrize("config", [TINY, replace(TINY, tied=True), *OTHERS, *PRESETS.values()])

@@ -20,7 +20,6 @@ from shotcast.layers.shaping import UNSHAPED, Shaping
 from shotcast.layers.weights import Weights
 from shotcast.models.block import Block, load_norm
 from shotcast.models.config import ModelConfig
-from shotcast.models.families import find_family
 from shotcast.overlap.controller import Controller
 from shotcast.overlap.schedule import split
 
@@ -58,12 +57,11 @@ class CausalLM:
                 config.embedding_scale,
                 config.logit_cap,
             )
-        block = find_family(config.family).block or Block
         self.blocks: list[Block] = []
         for number in self.layers:
             previous = self.blocks[-1] if self.blocks else None
             turns = rotation if config.window_of(number) is None else local_rotation
-            self.blocks.append(block(config, number, weights, parallel, turns, max_num_seqs, previous))
+            self.blocks.append(Block(config, number, weights, parallel, turns, max_num_seqs, previous))
         if parallel.last:
             self.final_norm = load_norm(weights, config, config.names.final_norm)
             if config.tied and self.embeddings is not None:

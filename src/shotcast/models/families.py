@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.kernels.activation import Activation
 from shotcast.models.config_fields import Fields, count, full_layers, number, strings
-from shotcast.models.weight_names import GGUF_LLAMA, HF_LLAMA, HF_POST_NORMS, WeightNames
-
-if TYPE_CHECKING:
-    from shotcast.models.block import Block
+from shotcast.models.weight_names import HF_LLAMA, HF_POST_NORMS, WeightNames
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +40,6 @@ class ModelFamily:
     # whether llama.cpp stores the rows of queries and keys pair after pair, as rotation of neighbors needs them
     gguf_interleaved_rope: bool = False
     names: WeightNames = HF_LLAMA  # of the weights in Hugging Face checkpoints
-    gguf_names: WeightNames = GGUF_LLAMA  # of the weights in GGUF files
-    block: type[Block] | None = None  # the class of a layer; None for :class:`~shotcast.models.block.Block`
 
 
 # Touvron et al., arXiv 2302.13971, and models published in its format, such as SmolLM2
@@ -223,13 +218,6 @@ def register_family(family: ModelFamily) -> None:
 
 for _family in (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, OLMO2, GEMMA2, GEMMA3):
     register_family(_family)
-
-
-def find_family(name: str) -> ModelFamily:
-    """Return the family of this name. Raises UnsupportedError if it is not registered."""
-    if (family := _FAMILIES.get(name)) is None:
-        raise UnsupportedError(f"the model family {name!r} is not supported; accepted: {', '.join(_FAMILIES)}")
-    return family
 
 
 def by_hf_name(architectures: list[str], model_type: object) -> ModelFamily:

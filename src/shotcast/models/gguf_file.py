@@ -20,7 +20,7 @@ from shotcast.models.checkpoint import Checkpoint
 from shotcast.models.config import ModelConfig
 from shotcast.models.families import ModelFamily, by_gguf_architecture, gguf_architectures
 from shotcast.models.gguf_header import GgufHeader, TensorLocation
-from shotcast.models.weight_names import WeightNames
+from shotcast.models.weight_names import GGUF_LLAMA, WeightNames
 from shotcast.units import about_size
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class GgufFile(Checkpoint):
         family = metadata.family
         content = np.memmap(path, mode="r")
         self._tensors = {
-            family.gguf_names.translate(name, family.names): _StoredTensor.locate(path, content, name, location)
+            GGUF_LLAMA.translate(name, family.names): _StoredTensor.locate(path, content, name, location)
             for name, location in header.tensors.items()
         }
         divisors = self._tensors.pop(_DIVISORS, None)
@@ -255,7 +255,7 @@ def _config(metadata: _Metadata, tensors: Mapping[str, _StoredTensor], divisors:
     head_dim = metadata.head_dim(hidden // heads)
     names = metadata.family.names
     if (embeddings := tensors.get(f"{names.embeddings}.weight")) is None:
-        raise ConfigError(f"{metadata.path} has no {metadata.family.gguf_names.embeddings}.weight")
+        raise ConfigError(f"{metadata.path} has no {GGUF_LLAMA.embeddings}.weight")
 
     def has_bias(name: str) -> bool:
         return f"{names.of_layer(0, name)}.bias" in tensors

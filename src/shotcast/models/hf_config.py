@@ -145,16 +145,14 @@ def _rope(config: Fields, parameters: Fields, max_position: int) -> Rope:
 
 def _longrope(parameters: Fields, theta: float, original_max_position: int, max_position: int) -> Rope:
     factor = number(parameters, "factor", max_position / original_max_position)
-    attention_factor = 1.0
-    if parameters.get("attention_factor") is not None:
-        attention_factor = number(parameters, "attention_factor")
-    elif factor > 1 and original_max_position > 1:
-        attention_factor = math.sqrt(1 + math.log(factor) / math.log(original_max_position))
+    usual = 1.0
+    if factor > 1 and original_max_position > 1:
+        usual = math.sqrt(1 + math.log(factor) / math.log(original_max_position))
     return Rope(
         theta,
         "longrope",
         original_max_position=original_max_position,
-        attention_factor=attention_factor,
+        attention_factor=number(parameters, "attention_factor", usual),
         divisors=numbers(parameters, "long_factor"),
         short_divisors=numbers(parameters, "short_factor"),
     )

@@ -20,15 +20,7 @@ def _model(
     hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, head_dim: int | None = None, **facts: Any
 ) -> ModelConfig:
     """Build a model configuration from its dimensions and other facts."""
-    return ModelConfig(
-        hidden=hidden,
-        intermediate=intermediate,
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=hidden // heads if head_dim is None else head_dim,
-        **facts,
-    )
+    return ModelConfig(hidden, intermediate, layers, heads, kv_heads, head_dim or hidden // heads, **facts)
 
 
 def _family(**facts: Any) -> Callable[..., ModelConfig]:
