@@ -18,8 +18,9 @@ from shotcast.cost.inference import FEW_ROWS
 from shotcast.layers import quantized
 from shotcast.layers.linear import Linear
 from shotcast.layers.quantized import Float8Rows
+from shotcast.models.memory_estimate import largest_share
 from shotcast.models.presets import preset
-from shotcast.planner.step import largest_share, layer_products
+from shotcast.planner.step import layer_products
 
 MODELS = {
     False: {"8b": (1, 2, 4, 8), "70b": (1, 2, 4, 8), "405b": (4, 8)},

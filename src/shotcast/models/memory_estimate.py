@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from shotcast.errors import ConfigError
 from shotcast.hardware.detect import control_groups, meminfo, read_lines
@@ -18,6 +19,26 @@ def require_division(config: ModelConfig, tensor_parallel: int, pipeline_paralle
         raise ConfigError(f"{config.layers} layers cannot be divided between {pipeline_parallel} stages")
     if tensor_parallel > config.vocab:
         raise ConfigError(f"{config.vocab} words cannot be divided between {tensor_parallel} ranks")
+
+
+class RankShare(NamedTuple):
+    """The fullest rank's part of a layer."""
+
+    heads: int
+    kv_heads: int
+    columns: int
+    words: int
+
+
+def largest_share(model: ModelConfig, ranks: int) -> RankShare:
+    """Return the heads, columns and words of the fullest rank, if ``ranks`` ranks share each layer."""
+    parts = [partition_heads(model.heads, model.kv_heads, rank, ranks) for rank in range(ranks)]
+    return RankShare(
+        max(len(part.queries) for part in parts),
+        max(len(part.kv) for part in parts),
+        max(len(shard(model.intermediate, rank, ranks, FFN_UNIT).part) for rank in range(ranks)),
+        max(map(len, partition(model.vocab, ranks, VOCAB_UNIT))),
+    )
 
 
 def weight_bytes(
@@ -46,9 +67,8 @@ def weight_bytes(
 
 def attention_bytes(config: ModelConfig, dtype_bytes: int, tensor_parallel: int, quantization: str) -> int:
     """Return the bytes of a layer's attention and norms on the rank with the most."""
-    parts = [partition_heads(config.heads, config.kv_heads, rank, tensor_parallel) for rank in range(tensor_parallel)]
-    heads, kv_heads = max(len(part.queries) for part in parts), max(len(part.kv) for part in parts)
-    queries, keys = heads * config.head_dim, kv_heads * config.head_dim
+    share = largest_share(config, tensor_parallel)
+    queries, keys = share.heads * config.head_dim, share.kv_heads * config.head_dim
     norms = config.names.attention_norm, config.names.attention_post_norm, config.names.mlp_norm
     rest = config.hidden * (sum(map(bool, norms)) + config.has_post_norms)
     if config.qk_norm:
@@ -60,8 +80,7 @@ def attention_bytes(config: ModelConfig, dtype_bytes: int, tensor_parallel: int,
 
 def network_bytes(config: ModelConfig, dtype_bytes: int, tensor_parallel: int, quantization: str) -> int:
     """Return the bytes of a layer's feed-forward network on the rank with the most."""
-    shards = [shard(config.intermediate, rank, tensor_parallel, FFN_UNIT) for rank in range(tensor_parallel)]
-    columns = max(len(each.part) for each in shards)
+    columns = largest_share(config, tensor_parallel).columns
     matrices, outputs = 3 * config.hidden * columns, 2 * columns + config.hidden
     return outputs * config.mlp_bias * dtype_bytes + _matrix_bytes(config, matrices, outputs, dtype_bytes, quantization)
 
@@ -70,7 +89,7 @@ def most_of_stages(
     config: ModelConfig, dtype_bytes: int, tensor_parallel: int, pipeline_parallel: int, layers: Sequence[int]
 ) -> int:
     """Return the bytes of the largest stage, including its part of the vocabulary, given the bytes per layer."""
-    words = max(map(len, partition(config.vocab, tensor_parallel, VOCAB_UNIT)))
+    words = largest_share(config, tensor_parallel).words
     stages = []
     for stage, part in enumerate(partition(config.layers, pipeline_parallel)):
         first, last = stage == 0, stage == pipeline_parallel - 1

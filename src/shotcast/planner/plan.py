@@ -33,11 +33,11 @@ from shotcast.cost.inference import FullClock
 from shotcast.errors import ConfigError
 from shotcast.hardware.cluster import Cluster
 from shotcast.models.config import ModelConfig
-from shotcast.models.memory_estimate import kv_bytes_per_token, require_division, weight_bytes
+from shotcast.models.memory_estimate import kv_bytes_per_token, largest_share, require_division, weight_bytes
 from shotcast.planner.calibration import Calibration
 from shotcast.planner.collectives import CollectiveCosts, modelled_algorithms
 from shotcast.planner.cpu_rows import step_model
-from shotcast.planner.step import Estimate, Layout, StepModel, StepWork, kernel_error, largest_share
+from shotcast.planner.step import Estimate, Layout, StepModel, StepWork, kernel_error
 from shotcast.transport.triton.layout import MOST_RANKS
 from shotcast.units import about_size, counted
 from shotcast.wire import MAX_WORLD_SIZE, NodeShape

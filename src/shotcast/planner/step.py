@@ -33,9 +33,9 @@ from shotcast.cost.inference import (
     rows_pass,
     sustained_kind,
 )
-from shotcast.layers.partition import FFN_UNIT, VOCAB_UNIT, partition, partition_heads, shard
+from shotcast.layers.partition import partition
 from shotcast.models.config import ModelConfig
-from shotcast.models.memory_estimate import require_division
+from shotcast.models.memory_estimate import RankShare, largest_share, require_division
 from shotcast.planner.calibration import FUSED_NORM, LINK, Calibration, rotation_bytes
 from shotcast.planner.collectives import CollectiveCosts
 
@@ -123,26 +123,6 @@ class Estimate:
 def kernel_error(stages: Sequence[Estimate]) -> float:
     """Return the relative error of a step from the residuals of its kernels."""
     return sum(stage.error_us for stage in stages) / sum(stage.time_us for stage in stages)
-
-
-class RankShare(NamedTuple):
-    """The fullest rank's part of a layer."""
-
-    heads: int
-    kv_heads: int
-    columns: int
-    words: int
-
-
-def largest_share(model: ModelConfig, ranks: int) -> RankShare:
-    """Return the heads, columns and words of the fullest rank, if ``ranks`` ranks share each layer."""
-    parts = [partition_heads(model.heads, model.kv_heads, rank, ranks) for rank in range(ranks)]
-    return RankShare(
-        max(len(part.queries) for part in parts),
-        max(len(part.kv) for part in parts),
-        max(len(shard(model.intermediate, rank, ranks, FFN_UNIT).part) for rank in range(ranks)),
-        max(map(len, partition(model.vocab, ranks, VOCAB_UNIT))),
-    )
 
 
 def layer_products(model: ModelConfig, share: RankShare) -> dict[str, tuple[int, int]]:
