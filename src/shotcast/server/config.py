@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 
 from shotcast.errors import ConfigError
 
@@ -34,7 +34,7 @@ class ServerConfig:
 
     host: str = "127.0.0.1"
     port: int = 8000
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
     public_metrics: bool = False
     served_model_name: str | None = None
     max_queue: int = 256
@@ -63,10 +63,6 @@ class ServerConfig:
             raise ConfigError(f"ping_s must be a number of seconds above 0, not {self.ping_s!r}")
         if not 0 <= self.drain_s < float("inf"):
             raise ConfigError(f"drain_s must be a number of seconds of at least 0, not {self.drain_s!r}")
-
-    def __repr__(self) -> str:
-        shown = (field.name for field in fields(self) if field.name != "api_key")
-        return f"ServerConfig({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
 
     @property
     def loopback(self) -> bool:

@@ -23,9 +23,9 @@ class Metrics:
     """The metrics of one server. Each output of the engine counts as a request."""
 
     def __init__(self, engine: AsyncLLM):
-        registry = CollectorRegistry()
-        registry.register(_EngineCollector(engine))
-        self._registry = registry
+        self._engine = engine
+        self._registry = registry = CollectorRegistry()
+        registry.register(self)
         self._ttft = Histogram(
             "shotcast_ttft_seconds", "From a request to its first token.", buckets=TTFT_S, registry=registry
         )
@@ -60,12 +60,8 @@ class Metrics:
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
-
-class _EngineCollector:
-    def __init__(self, engine: AsyncLLM):
-        self._engine = engine
-
     def collect(self) -> Iterator[Metric]:
+        """Yield the metrics of the engine, as the registry asks for them."""
         yield GaugeMetricFamily("shotcast_engine_up", "0 when the engine died.", float(self._engine.dead is None))
         if self._engine.dead is not None:
             return

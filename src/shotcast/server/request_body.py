@@ -83,6 +83,11 @@ def _wrong(body: type[BaseModel], param: str, path: str, value: object) -> ApiEr
     return bad_request(param, f"{param} must be {body.model_fields[param].description} (at {path}: {shown(value)})")
 
 
+def _must_be(param: str, path: str, accepted: str, value: object) -> ApiError:
+    """Return an error for the value at ``path`` within ``param``."""
+    return bad_request(param, f"{path} must be {accepted}, not {shown(value)}")
+
+
 def _optional(accepted: str, **limits: Any) -> Any:
     return Field(default=None, description=accepted, **limits)
 
@@ -231,8 +236,7 @@ class Body(RequestBody):
         else:
             right, accepted = isinstance(value, str) and bool(value), "a string that is not empty"
         if not right:
-            path = f"structured_outputs.{name}"
-            raise bad_request("structured_outputs", f"{path} must be {accepted}, not {shown(value)}")
+            raise _must_be("structured_outputs", f"structured_outputs.{name}", accepted, value)
         return {name: value}
 
     @field_validator("stream_options", mode="before")
@@ -250,9 +254,7 @@ class Body(RequestBody):
             raise _wrong(type(self), "truncate_prompt_tokens", "truncate_prompt_tokens", 0)
         limit, most = self.output_limit
         if most and self.min_tokens is not None and self.min_tokens > most:
-            raise bad_request(
-                "min_tokens", f"min_tokens must be at most {limit} ({most}), not {shown(self.min_tokens)}"
-            )
+            raise _must_be("min_tokens", "min_tokens", f"at most {limit} ({most})", self.min_tokens)
         constraint = self.grammar_source
         if self.structured_outputs is not None and constraint != "structured_outputs":
             raise bad_request("structured_outputs", f"structured_outputs cannot be combined with {constraint}")
@@ -617,23 +619,23 @@ def _checked_tool(name: str, tool: object) -> str:
     """Check a function's description, and return its name."""
     if not isinstance(tool, dict) or tool.get("type") != "function":
         given = tool.get("type") if isinstance(tool, dict) else tool
-        raise bad_request("tools", f'{name} must be an object with the type "function", not {shown(given)}')
+        raise _must_be("tools", name, 'an object with the type "function"', given)
     _require_known(tool, ("type", "function"), f"{name}.")
     function = tool.get("function")
     if not isinstance(function, dict):
-        raise bad_request("tools", f"{name}.function must be an object, not {shown(function)}")
+        raise _must_be("tools", f"{name}.function", "an object", function)
     _require_known(function, ("name", "description", "parameters", "strict"), f"{name}.function.")
     called = function.get("name")
     if not isinstance(called, str) or not _FUNCTION_NAME.fullmatch(called):
         accepted = "1 to 64 letters, digits, underscores, hyphens and dots"
-        raise bad_request("tools", f"{name}.function.name must be {accepted}, not {shown(called)}")
+        raise _must_be("tools", f"{name}.function.name", accepted, called)
     for field, kinds, accepted in (
         ("description", str, "a string"),
         ("parameters", dict, "a JSON schema"),
         ("strict", bool, "true or false"),
     ):
         if not isinstance(value := function.get(field), kinds | None):
-            raise bad_request("tools", f"{name}.function.{field} must be {accepted}, not {shown(value)}")
+            raise _must_be("tools", f"{name}.function.{field}", accepted, value)
     return called
 
 
@@ -674,7 +676,7 @@ def _message(name: str, message: dict[str, Any]) -> dict[str, Any]:
     """
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
-        raise bad_request("messages", f"{name}.role must be one of {', '.join(ROLES)}, not {shown(role)}")
+        raise _must_be("messages", f"{name}.role", f"one of {', '.join(ROLES)}", role)
     known = {"assistant": ("tool_calls", "reasoning_content"), "tool": ("tool_call_id",)}.get(role, ())
     for field, value in message.items():
         if field not in ("role", "content", *known) and value not in (None, []):
@@ -685,8 +687,7 @@ def _message(name: str, message: dict[str, Any]) -> dict[str, Any]:
     elif role == "tool":
         rest["tool_call_id"] = message.get("tool_call_id")
         if not isinstance(rest["tool_call_id"], str):
-            accepted = "the id of a call, a string"
-            raise bad_request("messages", f"{name}.tool_call_id must be {accepted}, not {shown(rest['tool_call_id'])}")
+            raise _must_be("messages", f"{name}.tool_call_id", "the id of a call, a string", rest["tool_call_id"])
     elif role == "assistant":
         if message.get("tool_calls"):
             rest["tool_calls"] = _past_calls(f"{name}.tool_calls", message["tool_calls"])
@@ -698,14 +699,14 @@ def _message(name: str, message: dict[str, Any]) -> dict[str, Any]:
 
 def _past_calls(name: str, calls: object) -> list[dict[str, Any]]:
     if not isinstance(calls, list):
-        raise bad_request("messages", f"{name} must be a list, not {shown(calls)}")
+        raise _must_be("messages", name, "a list", calls)
     found = []
     for number, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
         fields = [call.get("id"), function.get("name"), function.get("arguments")] if isinstance(function, dict) else []
         if not fields or not all(isinstance(value, str) for value in fields):
             accepted = '{"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}} with strings'
-            raise bad_request("messages", f"{name}[{number}] must be {accepted}, not {shown(call)}")
+            raise _must_be("messages", f"{name}[{number}]", accepted, call)
         arguments = _json_object(fields[2])
         called = {"name": fields[1], "arguments": arguments if isinstance(arguments, dict) else fields[2]}
         found.append({"id": fields[0], "type": "function", "function": called})
@@ -716,13 +717,12 @@ def _content(name: str, content: object, field: str = "content") -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise bad_request("messages", f"{name}.{field} must be a string or a list of text parts, not {shown(content)}")
+        raise _must_be("messages", f"{name}.{field}", "a string or a list of text parts", content)
     texts = []
     for number, part in enumerate(content):
         text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
         if not isinstance(text, str):
-            accepted = '{"type": "text", "text": ...}'
-            raise bad_request("messages", f"{name}.{field}[{number}] must be {accepted}, not {shown(part)}")
+            raise _must_be("messages", f"{name}.{field}[{number}]", '{"type": "text", "text": ...}', part)
         texts.append(text)
     return "".join(texts)
 
