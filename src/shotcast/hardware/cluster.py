@@ -37,42 +37,36 @@ PACKAGED = {
 """The packaged descriptions and their files, named by the GPU and the number of GPUs per node."""
 
 _GIGA, _TERA = 1e9, 1e12
-_GPU_FIELDS = {
-    "mem_bw",
-    "mem_capacity",
-    "float16_tc_flops",
-    "bfloat16_tc_flops",
-    "float32_tc_flops",
-    "fp8_tc_flops",
-    "int8_tc_flops",
-    "fp4_tc_flops",
-    "mem_bw_empirical_scaling_factor",
-    "mem_empirical_constant_latency",
-    "power",
-    "sm_version",
-    "name",
-    "source",
+_BYTES_PER_S = ("bytes/s", 1e6, 1e15)
+_FLOPS = ("operations/s", 1e9, 1e19)
+_SECONDS = ("seconds", 1e-9, 1.0)
+_COUNT = ("", 1, 1 << 20)
+_GPU_FIGURES = {
+    "mem_bw": _BYTES_PER_S,
+    "mem_capacity": ("bytes", 1e8, 1e15),
+    "float16_tc_flops": _FLOPS,
+    "bfloat16_tc_flops": _FLOPS,
+    "fp8_tc_flops": _FLOPS,
+    "sm_version": ("", 1, 1000),
 }
-_NODE_FIELDS = {
-    "num_gpus_per_node",
-    "inter_node_bw",
-    "intra_node_bw",
-    "p2p_latency",
-    "pcie_bw",
-    "num_gpus_per_rack",
-    "inter_rack_bw",
-    "inter_rack_latency",
-    "num_nics_per_node",
-    "cpu_vendor",
-    "name",
-    "multicast",
-    "source",
-    "inter_node_name",
-    "inter_node_source",
+_UNUSED_FLOPS = ("float32_tc_flops", "int8_tc_flops", "fp4_tc_flops")
+_REPLACED_BY_CALIBRATIONS = ("mem_bw_empirical_scaling_factor", "mem_empirical_constant_latency")
+_OTHER_GPU_FIELDS = ("name", "source", "power", *_UNUSED_FLOPS, *_REPLACED_BY_CALIBRATIONS)
+_NODE_FIGURES = {
+    "num_gpus_per_node": _COUNT,
+    "inter_node_bw": _BYTES_PER_S,
+    "intra_node_bw": _BYTES_PER_S,
+    "p2p_latency": _SECONDS,
+    "num_gpus_per_rack": _COUNT,
+    "inter_rack_bw": _BYTES_PER_S,
+    "inter_rack_latency": _SECONDS,
+    "num_nics_per_node": _COUNT,
 }
-_SWITCH_FIELDS = {"num_nodes_per_leaf", "oversubscription", "hop_latency", "source"}
-_TOP_FIELDS = {"name", "gpu", "node", "switch", "misc", "data_dir"}
-_ASTRA_FIELDS = {"topology", "npus_count", "bandwidth", "latency"}
+_OTHER_NODE_FIELDS = ("name", "source", "multicast", "cpu_vendor", "inter_node_name", "inter_node_source", "pcie_bw")
+_SWITCH_FIGURES = {"num_nodes_per_leaf": _COUNT, "oversubscription": ("", 1e-3, 1e3), "hop_latency": _SECONDS}
+_TOP_FIELDS = ("name", "gpu", "node", "switch", "misc", "data_dir")
+_ASTRA_FIGURES = {"npus_count": _COUNT, "bandwidth": ("GB/s", 1e-3, 1e6), "latency": ("ns", 1e-3, 1e9)}
+_ASTRA_FIELDS = {"topology", *_ASTRA_FIGURES}
 _ASTRA_GIGA = 1 << 30
 _ASTRA_LINKS = {"Ring": 1, "FullyConnected": 1, "Switch": 2}
 """Links that a message crosses in a dimension, each with its latency; on a ring, to the neighbor."""
@@ -154,13 +148,13 @@ def read_text(path: Path, what: str) -> str:
 
 def parse(text: str, origin: str) -> Cluster:
     """Parse a cluster description in YAML. Raises ConfigError as :func:`load` does."""
-    fields = Fields(read_yaml(text, origin, "a description: it must be a mapping with gpu and node"), origin)
+    fields = Fields(read_yaml(text, origin, "a description: it must be a mapping with gpu and node"), origin, {})
     if set(fields.values) >= _ASTRA_FIELDS:
         raise ConfigError(
             f"{origin} is a network of ASTRA-sim, which says nothing of GPUs; give it as --network with a cluster"
         )
     fields.only(_TOP_FIELDS)
-    node = fields.part("node", _NODE_FIELDS)
+    node = fields.part("node", _NODE_FIGURES, _OTHER_NODE_FIELDS)
     gpu = _gpu(fields, node)
     gpus_per_node, gpus_per_host = node.count("num_gpus_per_node"), None
     network = _network(fields, node, gpu.link)
@@ -209,7 +203,7 @@ def _network(fields: Fields, node: Fields, link: LinkSpec) -> NetworkSpec | None
             hop_us = max(0.0, rack_us - latency_us) / 2
             switch = _switch(node, rack // gpus, bw_gbps / rack_gbps, hop_us, source)
     elif "switch" in fields.values:
-        part = fields.part("switch", _SWITCH_FIELDS)
+        part = fields.part("switch", _SWITCH_FIGURES, ("source",))
         hop_us = part.not_negative("hop_latency", part.value("hop_latency")) * 1e6
         said = part.text("source", fields.origin)
         switch = _switch(part, part.count("num_nodes_per_leaf"), part.number("oversubscription"), hop_us, said)
@@ -241,7 +235,8 @@ def with_astra_sim_network(cluster: Cluster, text: str, origin: str) -> Cluster:
 
     Raises ConfigError if it is not such a file, or has more dimensions or an invalid number.
     """
-    fields = Fields(read_yaml(text, origin, "a network: it must be a mapping with topology and npus_count"), origin)
+    values = read_yaml(text, origin, "a network: it must be a mapping with topology and npus_count")
+    fields = Fields(values, origin, _ASTRA_FIGURES)
     fields.only(_ASTRA_FIELDS)
     columns: dict[str, list[Any]] = {}
     for name in sorted(_ASTRA_FIELDS):
@@ -290,7 +285,7 @@ def _gpu(fields: Fields, node: Fields) -> GpuSpec:
         if "intra_node_bw" in node.values:
             raise ConfigError(f"{fields.origin}: intra_node_bw is that of the catalog for {value}; leave it out")
         return spec
-    gpu = fields.part("gpu", _GPU_FIELDS)
+    gpu = fields.part("gpu", _GPU_FIGURES, _OTHER_GPU_FIELDS)
     source = gpu.text("source", fields.origin)
     flops = "bfloat16_tc_flops" if "bfloat16_tc_flops" in gpu.values else "float16_tc_flops"
     link = LinkSpec(

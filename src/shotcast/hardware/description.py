@@ -3,58 +3,36 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from shotcast.errors import ConfigError, shorten
 
-_BYTES_PER_S = ("bytes/s", 1e6, 1e15)
-_FLOPS = ("operations/s", 1e9, 1e19)
-_SECONDS = ("seconds", 1e-9, 1.0)
-_COUNT = ("", 1, 1 << 20)
-_RANGES: Mapping[str, tuple[str, float, float]] = {
-    "mem_bw": _BYTES_PER_S,
-    "intra_node_bw": _BYTES_PER_S,
-    "inter_node_bw": _BYTES_PER_S,
-    "inter_rack_bw": _BYTES_PER_S,
-    "mem_capacity": ("bytes", 1e8, 1e15),
-    "bfloat16_tc_flops": _FLOPS,
-    "float16_tc_flops": _FLOPS,
-    "fp8_tc_flops": _FLOPS,
-    "p2p_latency": _SECONDS,
-    "inter_rack_latency": _SECONDS,
-    "hop_latency": _SECONDS,
-    "oversubscription": ("", 1e-3, 1e3),
-    "sm_version": ("", 1, 1000),
-    "num_gpus_per_node": _COUNT,
-    "num_gpus_per_rack": _COUNT,
-    "num_nics_per_node": _COUNT,
-    "num_nodes_per_leaf": _COUNT,
-    "npus_count": _COUNT,
-    "bandwidth": ("GB/s", 1e-3, 1e6),
-    "latency": ("ns", 1e-3, 1e9),
-}
+Figures = Mapping[str, tuple[str, float, float]]
 """The unit and range of each figure. The ranges are wide: a value outside one has the wrong unit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """The mapping in a description, and its origin."""
+    """The mapping in a description, its origin, and the figures that it may have."""
 
     values: Mapping[str, Any]
     origin: str
+    figures: Figures
 
-    def only(self, known: set[str]) -> None:
+    def only(self, others: Collection[str]) -> None:
+        """Raise ConfigError if there is a field that is neither a figure nor one of ``others``."""
+        known = {*self.figures, *others}
         if unknown := [str(name) for name in self.values if name not in known]:
             raise ConfigError(f"{self.origin}: unknown field {unknown[0]!r}; accepted: {', '.join(sorted(known))}")
 
-    def part(self, name: str, known: set[str]) -> Fields:
+    def part(self, name: str, figures: Figures, others: Collection[str]) -> Fields:
         value = self.values.get(name)
         if not isinstance(value, Mapping):
             raise ConfigError(f"{self.origin}: {name} must be a mapping of figures, not {shorten(value)}")
-        part = Fields(value, f"{self.origin}: {name}")
-        part.only(known)
+        part = Fields(value, f"{self.origin}: {name}", figures)
+        part.only(others)
         return part
 
     def text(self, name: str, default: str) -> str:
@@ -78,7 +56,7 @@ class Fields:
             number = math.nan if isinstance(value, bool) else float(value)
         except (TypeError, ValueError, OverflowError):
             number = math.nan
-        unit, least, most = _RANGES[name]
+        unit, least, most = self.figures[name]
         if not 0 < number < math.inf:
             raise ConfigError(f"{self.origin}: {name} must be a number above 0, not {shorten(value)}")
         if not least <= number <= most:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib.metadata
@@ -165,20 +166,11 @@ def read_lines(path: Path) -> list[str]:
 
 
 def _versions(torch: Any) -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    names = {
-        "torch": ("torch",),
-        "triton": ("triton",),
-        "numba": ("numba",),
-        "nvshmem": ("nvidia-nvshmem-cu12", "nvidia-nvshmem-cu13"),
-    }
-    for name, distributions in names.items():
-        for distribution in distributions:
-            try:
-                versions[name] = importlib.metadata.version(distribution)
-            except importlib.metadata.PackageNotFoundError:
-                continue
-    versions["torch"] = torch.__version__  # this also names the build
+    versions = {"python": platform.python_version(), "torch": torch.__version__}  # which also names the build
+    for distribution in ("triton", "numba", "nvidia-nvshmem-cu12", "nvidia-nvshmem-cu13"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            name = "nvshmem" if "nvshmem" in distribution else distribution
+            versions[name] = importlib.metadata.version(distribution)
     if torch.distributed.is_available() and torch.distributed.is_nccl_available():
         versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return versions
