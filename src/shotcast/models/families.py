@@ -236,14 +236,6 @@ def by_hf_name(architectures: list[str], model_type: object) -> ModelFamily:
     return known[architectures[0]]
 
 
-def by_gguf_architecture(architecture: object) -> ModelFamily | None:
-    """Return the family for ``general.architecture`` of a GGUF file, or None if it is not registered."""
-    for family in _FAMILIES.values():
-        if isinstance(architecture, str) and architecture in family.gguf_architectures:
-            return family
-    return None
-
-
-def gguf_architectures() -> list[str]:
-    """Return the accepted values of ``general.architecture`` in GGUF files."""
-    return [architecture for family in _FAMILIES.values() for architecture in family.gguf_architectures]
+def by_gguf_architecture() -> dict[str, ModelFamily]:
+    """Return the families by the values of ``general.architecture`` in their GGUF files."""
+    return {architecture: family for family in _FAMILIES.values() for architecture in family.gguf_architectures}

@@ -18,7 +18,7 @@ from shotcast.kernels.block_formats import BLOCKS
 from shotcast.layers.rope import Rope
 from shotcast.models.checkpoint import Checkpoint
 from shotcast.models.config import ModelConfig
-from shotcast.models.families import ModelFamily, by_gguf_architecture, gguf_architectures
+from shotcast.models.families import by_gguf_architecture
 from shotcast.models.gguf_header import GgufHeader, TensorLocation
 from shotcast.models.weight_names import GGUF_LLAMA, WeightNames
 from shotcast.units import about_size
@@ -191,13 +191,12 @@ class _Metadata:
     def __init__(self, path: Path, metadata: Mapping[str, Any]):
         self.path, self._metadata = path, metadata
         architecture = metadata.get("general.architecture")
-        family = by_gguf_architecture(architecture)
-        if family is None:
+        families = by_gguf_architecture()
+        if not isinstance(architecture, str) or architecture not in families:
             raise UnsupportedError(
-                f"{path} says architecture {architecture!r}, which is not supported; "
-                f"accepted: {', '.join(gguf_architectures())}"
+                f"{path} says architecture {architecture!r}, which is not supported; accepted: {', '.join(families)}"
             )
-        self.family: ModelFamily = family
+        self.family = families[architecture]
         self._architecture = architecture
         for key, values in _NEUTRAL.items():
             value = metadata.get(f"{architecture}.{key}")
