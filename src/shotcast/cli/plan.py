@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -105,41 +106,36 @@ def plan(
         with _writing(plot):
             picture.draw(result, plot)
     screen = new_console()
+    tell = functools.partial(screen.print, soft_wrap=True, markup=False)
     if result.points:
         screen.print(_table(result))
-    screen.print(report.reason(result), soft_wrap=True, markup=False)
+    tell(report.reason(result))
     if not result.calibrated:
-        screen.print(
+        tell(
             f"The {found.gpu.name} has no calibration: rates are those of the {constants.gpu.name} by the ratio of the "
-            "data sheets, and the error bars do not know how far off that is.",
-            soft_wrap=True,
-            markup=False,
+            "data sheets, and the error bars do not know how far off that is."
         )
     elif not result.link_calibrated:
-        screen.print(
+        tell(
             f"The link has no calibration: its bandwidth is that of the {constants.gpu.name}'s by the ratio of the "
-            "figures, and the error bars do not know how far off that is. The kernels are measured.",
-            soft_wrap=True,
-            markup=False,
+            "figures, and the error bars do not know how far off that is. The kernels are measured."
         )
     for line in report.refusals(result, _ROWS):
-        screen.print(line, soft_wrap=True, markup=False)
+        tell(line)
     if why := report.unsupported_reason(result):
-        screen.print(why, soft_wrap=True)
+        tell(why)
     elif result.best:
         one = "an engine of it" if result.best.engines > 1 else "it"
         folder = report.folder(query.name)
         files = f", with the model's files in {folder}" if folder != query.name else ""
-        screen.print(
-            f"To start {one}{files}: {report.command(result, longest)}", soft_wrap=True, markup=False, highlight=False
-        )
+        tell(f"To start {one}{files}: {report.command(result, longest)}", highlight=False)
     if arrivals and result.best:
         met = traffic.simulate(query, result.best, constants, arrivals)
         if json_file is not None:
             _write_json(json_file, value | {"simulated": met.as_json()})
-        screen.print(_met(met, len(arrivals)), soft_wrap=True, highlight=False)
+        tell(_met(met, len(arrivals)), highlight=False)
     elif arrivals:
-        screen.print("No request was simulated, since there is no point to serve them at.", soft_wrap=True)
+        tell("No request was simulated, since there is no point to serve them at.")
     if result.best is None:
         raise typer.Exit(1)
 
