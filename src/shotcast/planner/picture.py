@@ -9,7 +9,7 @@ from shotcast import extras
 from shotcast.errors import ConfigError
 
 if TYPE_CHECKING:
-    from shotcast.planner.plan import Plan
+    from shotcast.planner.plan import Plan, Point
 
 FORMATS = (".png", ".svg", ".pdf")
 
@@ -34,30 +34,21 @@ def draw(plan: Plan, path: Path) -> None:
     front = plan.pareto()
     leading = {(point.layout, point.engines) for point in front}
     others = "the others"
+
+    def curve(points: list[Point], **style: Any) -> None:
+        users = [point.tokens_per_s_per_user for point in points]
+        axes.plot(users, [point.tokens_per_s_per_gpu for point in points], **style)
+
     for layout, engines in dict.fromkeys((point.layout, point.engines) for point in plan.points):
         points = [point for point in plan.points if (point.layout, point.engines) == (layout, engines)]
         leads = (layout, engines) in leading
         # colours and names for those alone that are on the front: plans have dozens of layouts
         style: dict[str, Any] = {"marker": "o", "zorder": 2.0} if leads else {"color": "lightgrey", "zorder": 1.0}
         label = f"{layout.label}{f' x {engines}' if engines > 1 else ''}" if leads else others
-        axes.plot(
-            [point.tokens_per_s_per_user for point in points],
-            [point.tokens_per_s_per_gpu for point in points],
-            markersize=3,
-            linewidth=1,
-            label=label,
-            **style,
-        )
+        curve(points, markersize=3, linewidth=1, label=label, **style)
         if not leads:
             others = ""  # named once
-    axes.plot(
-        [point.tokens_per_s_per_user for point in front],
-        [point.tokens_per_s_per_gpu for point in front],
-        color="black",
-        linewidth=3,
-        alpha=0.25,
-        label="Pareto",
-    )
+    curve(front, color="black", linewidth=3, alpha=0.25, label="Pareto")
     query = plan.query
     axes.set_xlabel("tokens/s of a user")
     axes.set_ylabel("tokens/s of a GPU")

@@ -40,7 +40,7 @@ from shotcast.planner.cpu_rows import step_model
 from shotcast.planner.step import Estimate, Layout, StepModel, StepWork, kernel_error
 from shotcast.transport.triton.layout import MOST_RANKS
 from shotcast.units import about_size, counted
-from shotcast.wire import MAX_WORLD_SIZE, NodeShape
+from shotcast.wire import MAX_WORLD_SIZE
 
 MAX_RANKS = 1024
 """The maximum number of ranks of an engine."""
@@ -371,13 +371,8 @@ def require_served(layout: Layout, collectives: CollectiveCosts) -> None:
     shape = collectives.shape(layout.tensor_parallel)
     most = MAX_WORLD_SIZE if shape.nodes == 1 else MOST_RANKS
     if shape.world_size > most:
-        raise ConfigError(
-            f"sums of {shape.world_size} GPUs: native kernels serve up to {most} of them on {_nodes(shape)}"
-        )
-
-
-def _nodes(shape: NodeShape) -> str:
-    return "one node" if shape.nodes == 1 else "several nodes"
+        where = "one node" if shape.nodes == 1 else "several nodes"
+        raise ConfigError(f"sums of {shape.world_size} GPUs: native kernels serve up to {most} of them on {where}")
 
 
 def points_of(

@@ -172,8 +172,8 @@ def in_a_row(rested: Priced, calibration: Calibration, work: KernelWork, fp8: bo
 
 
 class StepModel:
-    """Predicts the steps of a model in a layout. Raises ConfigError if the model cannot be divided that way, or there
-    are no FP8 constants for this GPU.
+    """Predicts the steps of a model in a layout, on GPUs. Raises ConfigError if the model cannot be divided that way,
+    or there are no FP8 constants for this GPU.
 
     Args:
         quantization: ``fp8`` for products of layers in FP8; "" for bfloat16.
@@ -302,8 +302,7 @@ class StepModel:
             "attention": self._attention(work),
             "output": self._product(rows, *self._sides["output"], self._fp8),
         }
-        if self._calibration.device == "cpu" or work.prompts:
-            # on GPUs, attention that decodes turns queries and keys itself
+        if work.prompts:  # attention that only decodes turns queries and keys itself
             nbytes = rotation_bytes(rows, share.heads, share.kv_heads, self.model.head_dim, self.itemsize)
             parts["rotation"] = self._kernel("rows_pass", rows_pass(nbytes))
         return parts
@@ -312,8 +311,7 @@ class StepModel:
         """Return the time and the residual of each part of a dense feed-forward network."""
         columns = self.share.columns
         parts = {name: self._product(rows, *self._sides[name], self._fp8) for name in ("gate_up", "down")}
-        if self._calibration.device == "cpu" or rows > self._calibration.few_rows:
-            # the engine's products of fewer rows have the activation in them
+        if rows > self._calibration.few_rows:  # products of fewer rows have the activation in them
             nbytes = rows * columns * (2 * self.itemsize + (1 if self._fp8 else self.itemsize))
             parts["activation"] = self._kernel(f"rows_pass{FP8 * self._fp8}", rows_pass(nbytes))
         return parts
