@@ -104,12 +104,24 @@ class StreamOptions(_Strict):
 
 
 class RequestBody(_Strict):
-    """The parameter that all requests share.
+    """The parameter that all requests share, and the check of ``messages``, which several have.
 
     The description of a parameter says which values it accepts, and completes the error message "... must be".
     """
 
     model: str | None = _optional("the name of a model")
+
+    @field_validator("messages", mode="plain", check_fields=False)
+    @classmethod
+    def _check_messages(cls, messages: object) -> list[dict[str, Any]]:
+        if not isinstance(messages, list) or not messages:
+            raise _wrong(cls, "messages", "messages", messages)
+        texts = []
+        for number, message in enumerate(messages):
+            if not isinstance(message, dict):
+                raise _wrong(cls, "messages", f"messages.{number}", message)
+            texts.append(_message(f"messages[{number}]", message))
+        return texts
 
 
 class Body(RequestBody):
@@ -171,7 +183,7 @@ class Body(RequestBody):
     @field_validator("stop", mode="plain")
     @classmethod
     def _check_stop(cls, stop: object) -> object:
-        strings = stop if isinstance(stop, list) else [] if stop is None else [stop]
+        strings = stop if isinstance(stop, list) else [stop]
         if len(strings) > MAX_STOP:
             raise bad_request("stop", f"stop must be at most {MAX_STOP} strings, not {len(strings)}")
         for string in strings:
@@ -182,8 +194,6 @@ class Body(RequestBody):
     @field_validator("logit_bias", mode="plain")
     @classmethod
     def _check_logit_bias(cls, bias: object) -> object:
-        if bias is None:
-            return None
         if not isinstance(bias, dict) or len(bias) > MAX_LOGIT_BIAS:
             raise _wrong(cls, "logit_bias", "logit_bias", bias)
         for token, value in bias.items():
@@ -196,8 +206,6 @@ class Body(RequestBody):
     @field_validator("response_format", mode="plain")
     @classmethod
     def _check_response_format(cls, given: object) -> object:
-        if given is None:
-            return None
         if not isinstance(given, dict) or given.get("type") not in ("text", "json_object", "json_schema"):
             kind = given.get("type") if isinstance(given, dict) else given
             raise _wrong(cls, "response_format", "response_format", kind)
@@ -215,8 +223,6 @@ class Body(RequestBody):
     @field_validator("structured_outputs", mode="plain")
     @classmethod
     def _check_structured_outputs(cls, given: object) -> object:
-        if given is None:
-            return None
         if not isinstance(given, dict):
             raise _wrong(cls, "structured_outputs", "structured_outputs", given)
         _require_known(given, CONSTRAINTS, "structured_outputs.")
@@ -453,16 +459,9 @@ class ChatBody(Body):
     logprobs: bool | None = _optional("true or false")
     top_logprobs: int | None = _optional(f"a whole number from 0 to {MAX_LOGPROBS}")
 
-    @field_validator("messages", mode="plain")
-    @classmethod
-    def _check_messages(cls, messages: object) -> list[dict[str, Any]]:
-        return _checked_messages(cls, messages)
-
     @field_validator("tools", mode="plain")
     @classmethod
     def _check_tools(cls, tools: object) -> object:
-        if tools is None:
-            return None
         if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
             raise _wrong(cls, "tools", "tools", tools)
         names = [_checked_tool(f"tools[{number}]", tool) for number, tool in enumerate(tools)]
@@ -474,7 +473,7 @@ class ChatBody(Body):
     @field_validator("tool_choice", mode="plain")
     @classmethod
     def _check_tool_choice(cls, choice: object) -> object:
-        if choice is None or choice in ("none", "auto", "required"):
+        if choice in ("none", "auto", "required"):
             return choice
         function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -574,11 +573,6 @@ class TokenizeBody(RequestBody):
     chat_template_kwargs: dict[str, Any] | None = _optional("an object of variables of the model's chat template")
     return_token_strs: bool | None = _optional("true or false")
 
-    @field_validator("messages", mode="plain")
-    @classmethod
-    def _check_messages(cls, messages: object) -> list[dict[str, Any]] | None:
-        return None if messages is None else _checked_messages(cls, messages)
-
     @model_validator(mode="after")
     def _check_source(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
@@ -637,17 +631,6 @@ def _checked_tool(name: str, tool: object) -> str:
         if not isinstance(value := function.get(field), kinds | None):
             raise _must_be("tools", f"{name}.function.{field}", accepted, value)
     return called
-
-
-def _checked_messages(body: type[BaseModel], messages: object) -> list[dict[str, Any]]:
-    if not isinstance(messages, list) or not messages:
-        raise _wrong(body, "messages", "messages", messages)
-    texts = []
-    for number, message in enumerate(messages):
-        if not isinstance(message, dict):
-            raise _wrong(body, "messages", f"messages.{number}", message)
-        texts.append(_message(f"messages[{number}]", message))
-    return texts
 
 
 def _conversation_tokens(
@@ -745,8 +728,12 @@ def parse(kind: type[AnyBody], raw: bytes) -> AnyBody:
         if value is not None and value not in accepted:
             raise bad_request(name, f"{name} is not supported", "unsupported_parameter")
     _require_known(values, kind.model_fields)
+    # null stands for the default, so that validators see given values alone
+    given = {
+        name: value for name, value in values.items() if value is not None or kind.model_fields[name].is_required()
+    }
     try:
-        return kind.model_validate(values)
+        return kind.model_validate(given)
     except ValidationError as error:  # at most one for each parameter, since lists end at their first error
         raise _api_error(kind, error) from error
 
