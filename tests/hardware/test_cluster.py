@@ -219,7 +219,6 @@ def test_a_file_and_one_node(tmp_path: Path) -> None:
         (SWITCHES + "name: [a, b]", r"name must be text, not \['a', 'b'\]"),
         (SWITCHES + "name:", "name must be text, not None"),
         (SWITCHES.replace("made up", "3"), "inter_node_source must be text, not 3"),
-        (AICONFIGURATOR.replace("pcie_bw: 64000000000", "multicast: 'false'"), "multicast must be true or false"),
         (f"misc: [&a0 [x], {BOMB}]\nnode: *a40\ngpu: H200 SXM", "node must be a mapping of figures, not "),
     ],
 )

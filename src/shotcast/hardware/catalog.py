@@ -27,7 +27,6 @@ CATALOG = (
         bf16_tflops=312.0,
         fp8_tflops=None,
         link=NVLINK_3,
-        multicast=False,
         source="NVIDIA A100 Tensor Core GPU data sheet",
     ),
     GpuSpec(
@@ -40,7 +39,6 @@ CATALOG = (
         bf16_tflops=989.5,  # 1,979 with sparsity
         fp8_tflops=1979.0,  # 3,958 with sparsity
         link=NVLINK_4_H100,
-        multicast=True,
         source="NVIDIA H100 Tensor Core GPU data sheet",
     ),
     GpuSpec(
@@ -52,7 +50,6 @@ CATALOG = (
         bf16_tflops=989.5,  # 1,979 with sparsity
         fp8_tflops=1979.0,  # 3,958 with sparsity
         link=NVLINK_4_H200,
-        multicast=True,
         source="NVIDIA H200 Tensor Core GPU data sheet",
     ),
     GpuSpec(
@@ -64,7 +61,6 @@ CATALOG = (
         bf16_tflops=2250.0,
         fp8_tflops=4500.0,
         link=NVLINK_5,
-        multicast=True,
         source="NVIDIA DGX B200 data sheet (1,440 GB and 64 TB/s for 8 GPUs); Blackwell architecture brief (TFLOPS)",
     ),
 )

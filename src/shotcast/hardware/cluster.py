@@ -62,7 +62,7 @@ _NODE_FIGURES = {
     "inter_rack_latency": _SECONDS,
     "num_nics_per_node": _COUNT,
 }
-_OTHER_NODE_FIELDS = ("name", "source", "multicast", "cpu_vendor", "inter_node_name", "inter_node_source", "pcie_bw")
+_OTHER_NODE_FIELDS = ("name", "source", "cpu_vendor", "inter_node_name", "inter_node_source", "pcie_bw")
 _SWITCH_FIGURES = {"num_nodes_per_leaf": _COUNT, "oversubscription": ("", 1e-3, 1e3), "hop_latency": _SECONDS}
 _TOP_FIELDS = ("name", "gpu", "node", "switch", "misc", "data_dir")
 _ASTRA_FIGURES = {"npus_count": _COUNT, "bandwidth": ("GB/s", 1e-3, 1e6), "latency": ("ns", 1e-3, 1e9)}
@@ -301,6 +301,5 @@ def _gpu(fields: Fields, node: Fields) -> GpuSpec:
         bf16_tflops=gpu.number(flops) / _TERA,
         fp8_tflops=gpu.number("fp8_tc_flops") / _TERA if gpu.values.get("fp8_tc_flops") else None,
         link=link,
-        multicast=node.flag("multicast"),
         source=source,
     )

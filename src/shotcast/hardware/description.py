@@ -41,12 +41,6 @@ class Fields:
             raise ConfigError(f"{self.origin}: {name} must be text, not {shorten(value)}")
         return value
 
-    def flag(self, name: str) -> bool:
-        value = self.values.get(name, False)
-        if not isinstance(value, bool):
-            raise ConfigError(f"{self.origin}: {name} must be true or false, not {shorten(value)}")
-        return value
-
     def number(self, name: str) -> float:
         return self.positive(name, self.value(name))
 

@@ -32,5 +32,4 @@ class GpuSpec:
     bf16_tflops: float  # dense bfloat16 tensor-core throughput, without sparsity
     fp8_tflops: float | None  # the same of FP8; None where the GPU has no such units
     link: LinkSpec
-    multicast: bool  # the switch of its node offers multicast stores and in-switch reduction (NVLink SHARP)
     source: str  # of the figures

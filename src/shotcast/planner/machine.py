@@ -88,7 +88,6 @@ def cluster_of_cpu(calibration: Calibration, ranks: int, memory_bytes: int) -> C
         bf16_tflops=0.0,
         fp8_tflops=None,
         link=link,
-        multicast=False,
         source="the calibration",
     )
     return Cluster("this machine", gpu, ranks, None, 1)
