@@ -41,7 +41,7 @@ HELD_OUT = (
     "all_reduce_f16_x4.json",
     "exploration/reduce_scatter_8_warps_x2.json",
     "reduce_scatter_bf16_x4.json",
-    "exploration/all_gather_8_warps_x2.json",
+    "all_gather_bf16_x2.json",
     "all_gather_bf16_x4.json",
     "fused_bf16_x4.json",
 )

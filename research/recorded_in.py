@@ -31,7 +31,8 @@ def rows_of(text: str) -> Any:
 def first_commit(path: Path) -> str:
     """Return the commit that first had these rows, under this name or an earlier one; empty if none has."""
     rows, commit, found = rows_of(path.read_text()), "", ""
-    for line in git("log", "--follow", "--format=commit %h", "--name-only", "--", str(path)).split("\n"):
+    shown = "--follow", "--diff-filter=d", "--format=commit %h", "--name-only"
+    for line in git("log", *shown, "--", str(path)).split("\n"):
         if line.startswith("commit "):
             commit = line.removeprefix("commit ")
         elif line:

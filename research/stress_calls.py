@@ -473,7 +473,7 @@ class Stress:
         return [number for number in range(first, first + calls) if number % BLOCK in slots]
 
     def late(self) -> bool:
-        """Whether the run has taken its time on any rank; all ranks have the same answer."""
+        """Return, on all ranks alike, whether the run has taken its time on any of them."""
         mine = torch.tensor([time.monotonic() - self.began > self._plan.seconds], device=self._comm.device)
         return bool(self._comm.all_gather(mine.to(torch.uint8)).any())
 

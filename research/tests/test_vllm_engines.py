@@ -40,7 +40,7 @@ vllm_engines.serve(os.fdopen(int(sys.argv[1]), "w"))
 
 
 def ended(pid: int) -> bool:
-    """Whether a process has ended; nobody may have waited for it yet."""
+    """Return whether a process has ended; nobody may have waited for it yet."""
     try:
         psutil.Process(pid).wait(timeout=5)
     except psutil.TimeoutExpired:
