@@ -17,10 +17,10 @@ from shotcast.hardware.detect import detect
 os.environ.setdefault("NCCL_GRAPH_REGISTER", "1")  # NCCL as it is by default, which the library is not
 
 
-def write(path: Path, rows: list[dict[str, Any]], made_by: dict[str, str], **measured: float) -> None:
+def write(path: Path, rows: list[dict[str, Any]], made_by: dict[str, str], **measured: float | str) -> None:
     """Write ``rows`` as JSON with the date, the command, the machine and the fingerprints of the kernels.
 
-    ``measured`` adds figures of the machine.
+    ``measured`` adds facts of the machine.
     """
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     environment = detect().as_json() | measured

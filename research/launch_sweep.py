@@ -1,11 +1,10 @@
-"""Launches of small sums beside each other and FlashInfer: us of a call in a graph of ten, replay by replay.
+"""Launches of small sums beside each other: us of a call in a graph of ten, replay by replay.
 
     python research/launch_sweep.py --world-size 2 --json FILE
 
 Fused all-reduce, residual and RMSNorm of rows of 8192 by every launch of one-shot and two-shot, and the plain
-all-reduce from 256 KiB to 1 MiB. Where FlashInfer is installed, its ``trtllm_allreduce_fusion`` in one shot and in two,
-with an early launch, is timed in the same turns. All take turns in five rounds, and a row has the median of its rounds.
-Results are compared with each other before anything is timed.
+all-reduce from 256 KiB to 1 MiB. All take turns in five rounds, and a row has the median of its rounds. Results are
+compared with each other before anything is timed. ``peer_turns.py`` times the calls of others.
 """
 
 from __future__ import annotations
@@ -13,14 +12,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import importlib.util
 import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from gpu_times import seconds_each
 from gpu_timing import write
 from rich.console import Console
@@ -52,54 +49,6 @@ def options() -> argparse.ArgumentParser:
 
 Timed = tuple[str, dict[str, int] | None, Callable[[], Any]]
 """The name of what makes a call, its launch, and the call."""
-
-
-class Peer:
-    """FlashInfer's all-reduce and its fused form; ``None`` in place of it where it is not installed."""
-
-    def __init__(self, comm: shotcast.Communicator, rows: int):
-        from flashinfer import comm as library
-
-        dist.init_process_group("gloo")  # it exchanges its handles by a group
-        self._comm, self._library = comm, library
-        made = library.trtllm_create_ipc_workspace_for_all_reduce_fusion(
-            comm.rank, comm.world_size, rows, HIDDEN, group=dist.group.WORLD
-        )
-        self._handles, self._workspace = made[0], made[1]
-
-    def call(
-        self, x: torch.Tensor, one_shot: bool, total: torch.Tensor | None, fused: tuple[torch.Tensor, ...] | None
-    ) -> Callable[[], Any]:
-        """Return a call on ``x`` [rows, HIDDEN], into ``total`` or, ``fused``: residual, both outputs and weight."""
-        pattern = self._library.AllReduceFusionPattern
-        norm = {}
-        if fused is not None:
-            names = ("residual_in", "residual_out", "norm_out", "rms_gamma")
-            norm = dict(zip(names, fused, strict=True)) | {"rms_eps": EPS}
-        return functools.partial(
-            self._library.trtllm_allreduce_fusion,
-            allreduce_in=x,
-            world_size=self._comm.world_size,
-            world_rank=self._comm.rank,
-            token_num=x.shape[0],
-            hidden_dim=x.shape[1],
-            workspace_ptrs=self._workspace,
-            launch_with_pdl=True,
-            use_oneshot=one_shot,
-            trigger_completion_at_end=False,
-            fp32_acc=True,
-            pattern_code=pattern.kAllReduce if fused is None else pattern.kARResidualRMSNorm,
-            **dict.fromkeys(("residual_in", "residual_out", "norm_out", "rms_gamma", "rms_eps")) | norm,
-            allreduce_out=total,
-            quant_out=None,
-            scale_out=None,
-            scale_factor=None,
-            layout_code=None,
-        )
-
-    def close(self) -> None:
-        self._library.trtllm_destroy_ipc_workspace_for_all_reduce_fusion(self._handles, group=dist.group.WORLD)
-        dist.destroy_process_group()
 
 
 def launches(comm: shotcast.Communicator, op: Op, x: torch.Tensor, norm: wire.Norm | None) -> list[tuple[str, Any]]:
@@ -138,7 +87,7 @@ def timed_rounds(comm: shotcast.Communicator, calls: list[Timed], facts: dict[st
     return rows
 
 
-def fused_rows(comm: shotcast.Communicator, peer: Peer | None, tokens: int) -> list[dict[str, Any]]:
+def fused_rows(comm: shotcast.Communicator, tokens: int) -> list[dict[str, Any]]:
     """Measure the fused call on ``tokens`` rows; as one rank."""
     seeds = [torch.Generator(comm.device).manual_seed(seed) for seed in (comm.rank, 99)]
     x, residual = (torch.randn(tokens, HIDDEN, generator=seed, device=comm.device).bfloat16() for seed in seeds)
@@ -158,15 +107,10 @@ def fused_rows(comm: shotcast.Communicator, peer: Peer | None, tokens: int) -> l
         assert torch.equal(tensors.normed, wanted[0]), (name, shape)
         kept.append(tensors)
         calls.append((name, dataclasses.asdict(shape), run))
-    for one_shot in (True, False) if peer is not None else ():
-        assert peer is not None
-        into = torch.empty_like(x), torch.empty_like(x)
-        call = peer.call(x, one_shot, None, (residual, into[1], into[0], weight))
-        calls.append((f"flashinfer {'one' if one_shot else 'two'}-shot", None, call))
     return timed_rounds(comm, calls, {"op": op.label, "tokens": tokens, "bytes": x.nbytes})
 
 
-def plain_rows(comm: shotcast.Communicator, peer: Peer | None, size: int) -> list[dict[str, Any]]:
+def plain_rows(comm: shotcast.Communicator, size: int) -> list[dict[str, Any]]:
     """Measure the all-reduce of ``size`` bytes; as one rank."""
     seed = torch.Generator(comm.device).manual_seed(comm.rank)
     x = torch.randn(size // (2 * HIDDEN), HIDDEN, generator=seed, device=comm.device).bfloat16()
@@ -179,23 +123,14 @@ def plain_rows(comm: shotcast.Communicator, peer: Peer | None, size: int) -> lis
         comm.check()
         assert torch.equal(out, wanted), (name, shape)
         calls.append((name, dataclasses.asdict(shape), run))
-    for one_shot in (True, False) if peer is not None else ():
-        assert peer is not None
-        calls.append(
-            (f"flashinfer {'one' if one_shot else 'two'}-shot", None, peer.call(x, one_shot, torch.empty_like(x), None))
-        )
     return timed_rounds(comm, calls, {"op": "all_reduce", "tokens": 0, "bytes": size})
 
 
 def rows(tokens: list[int]) -> list[dict[str, Any]]:
     """Measure all of it; as one rank."""
     comm = shotcast.Communicator(device="cuda", timeout_s=30, exclusive=True)
-    most = max(*tokens, max(SIZES) // (2 * HIDDEN))
-    peer = Peer(comm, most) if importlib.util.find_spec("flashinfer") is not None else None
-    found = [row for count in tokens for row in fused_rows(comm, peer, count)]
-    found += [row for size in SIZES for row in plain_rows(comm, peer, size)]
-    if peer is not None:
-        peer.close()
+    found = [row for count in tokens for row in fused_rows(comm, count)]
+    found += [row for size in SIZES for row in plain_rows(comm, size)]
     comm.close()
     return found
 

@@ -9,14 +9,14 @@ set -u
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 PYTHONUNBUFFERED=1
 cpu="faults_cpu fuzz hosts operations_cpu overlap_hosts frameworks_cpu process_group_cpu served_trace"
 one="calibrate_x1 engine_8b_x1 engine_70b_x1 engine_70b_half_x1 engine_405b_x1 profile_x1 sanitizer_memcheck sanitizer_racecheck products_x1 tests_products"
-two="shared_calls_x2 nccl_memory_x2 tests_progress_x2 programs_x2 sm_wires_x2 calibrate_x2 x2 fast_x2 slices_x2 fused_x2 operations_x2 reductions_x2 tune_x2 tune_sms_x2 launches_x2 few_sms_x2 few_sms_launches_x2 headers_x2
+two="shared_calls_x2 nccl_memory_x2 tests_progress_x2 programs_x2 sm_wires_x2 calibrate_x2 x2 fast_x2 slices_x2 fused_x2 operations_x2 reductions_x2 tune_x2 tune_sms_x2 launches_x2 peers_x2 few_sms_x2 few_sms_launches_x2 headers_x2
     engine_8b_x2 engine_70b_x2 engine_70b_half engine_405b_half prefill_x2 training_x2 frameworks_x2 generation_x2 process_group_x2
     nvrar_2x1 overlap_all_reduce_x2 overlap_reduce_scatter_x2 overlap_all_gather_x2 overlap_all_to_all_x2
     overlap_bound_x2 overlap_scattered_x2 overlap_gathered_x2 overlap_published_x2 stress_x2 faults torch_suite_x2
     tests_cuda_x2 tests_fused_x2 tests_vendor_x2 tests_operations_x2 tests_compile_x2 tests_few_sms_x2 tests_stores_2x1 tests_puts_2x1
     tests_engine_x2 tests_engine_nodes_x2 tests_overlap tests_prefill_overlap tests_process_group_x2
     tests_frameworks tests_integrations vllm_x2"
-four="x4 fast_x4 slices_x4 fused_x4 operations_x4 reductions_x4 tune_x4 tune_sms_x4 launches_x4 few_sms_x4 few_sms_launches_x4 headers_x4
+four="x4 fast_x4 slices_x4 fused_x4 operations_x4 reductions_x4 tune_x4 tune_sms_x4 launches_x4 peers_x4 few_sms_x4 few_sms_launches_x4 headers_x4
     engine_8b engine_70b engine_405b engine_8b_x4 engine_70b_x4 engine_405b_4x1 engine_405b_2x2 engine_405b_1x4
     prefill_x4 training_x4 frameworks_x4 generation_x4 process_group_x4 nvrar_2x2 nvrar_4x1 nodes_engine_x4
     overlap_all_reduce_x4 overlap_reduce_scatter_x4 overlap_all_gather_x4 overlap_all_to_all_x4
@@ -24,7 +24,7 @@ four="x4 fast_x4 slices_x4 fused_x4 operations_x4 reductions_x4 tune_x4 tune_sms
     torch_suite_x4 tests_cuda_x4 tests_fused_x4 tests_vendor_x4 tests_operations_x4 tests_compile_x4 tests_few_sms_x4 tests_stores_2x2
     tests_stores_4x1 tests_puts_2x2 tests_puts_4x1 tests_engine_x4 tests_engine_nodes_x4
     tests_process_group_x4"
-eight="x8 x5 x6 x7 fast_x8 slices_x8 fused_x8 operations_x8 tune_x8 launches_x8 engine_8b_x8 engine_70b_x8 engine_405b_8x1 engine_405b_4x2
+eight="x8 x5 x6 x7 fast_x8 slices_x8 fused_x8 operations_x8 tune_x8 launches_x8 peers_x8 engine_8b_x8 engine_70b_x8 engine_405b_8x1 engine_405b_4x2
     engine_405b_2x4 engine_405b_1x8 nvrar_2x4 nvrar_4x2 stress_x8 tests_cuda_x8 tests_fused_x8 tests_operations_x8 tests_compile_x8
     tests_few_sms_x8 tests_stores_4x2 tests_puts_4x2"
 parts=$(echo $cpu $one $two $four $eight)
@@ -157,7 +157,7 @@ for part in "$@"; do
         tune 580 "nvidia_h200_x$ranks" --op all_reduce,reduce_scatter,all_gather -d bfloat16 -b 1M -e 512M \
             --sms 16,24,32 --seconds 0.3 --world-size "$ranks"
         ;;
-    launches_x[248]) # every launch of small sums, fused and plain, beside FlashInfer where it is installed
+    launches_x[248]) # every launch of small sums, fused and plain
         script 590 "$part" research/launch_sweep.py --world-size "$ranks" --json "$out/$part.json"
         ;;
     calibrate_x[12]) # kernels and host of a GPU, then the calibration; with two, sums as well. FOLDER may have results of sums
@@ -195,6 +195,9 @@ for part in "$@"; do
         engine 290 nodes_engine_stores_x4 8b 4x1 1,64 auto
         SHOTCAST_NETWORK=nvshmem engine 290 nodes_engine_puts_x4 8b 4x1 1,64 auto
         unset SHOTCAST_RANKS_PER_NODE
+        ;;
+    peers_x[248]) # beside NCCL, SGLang and FlashInfer in turns; LD_PRELOAD brings another NCCL
+        script 300 "$part" -m torch.distributed.run --nproc-per-node "$ranks" research/peer_turns.py --json "$out/$part.json"
         ;;
     tests_cuda_x[248]) # four processes at once, as most of the time is spent on compiling
         tests 400 "cuda_a_x$ranks" "$plain::test_numerics[$ranks]" "$plain::test_graphs_replay_on_changed_inputs[$ranks]" \
