@@ -141,7 +141,7 @@ def arrivals(rate: float, requests: int, seed: int) -> list[float]:
 
 
 class Steps:
-    """What an engine is asked to do; each step returns what is written down."""
+    """The steps that an engine is asked for; each returns what is written down."""
 
     def __init__(self, engine: Any, vocab: int):
         self._engine, self._vocab = engine, vocab

@@ -333,12 +333,16 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def main() -> None:
+def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default=SIZES, help="bytes of plain messages")
     parser.add_argument("--tokens", default=TOKENS, help=f"rows of {HIDDEN} of fused calls")
     parser.add_argument("--json", type=Path, help="the file for the results")
-    asked = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    asked = options().parse_args()
     sizes = [parse_size(one) for one in asked.sizes.split(",") if one]
     rows = measure(sizes, [int(one) for one in asked.tokens.split(",") if one])
     if dist.get_rank() == 0:

@@ -257,8 +257,7 @@ def lines_of(found: dict[str, dict[str, Any]]) -> list[str]:
     return text
 
 
-def main() -> None:
-    """Run the command of this file."""
+def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--forms", default=",".join(FORMS), help="those to run; the first is what others are beside")
     parser.add_argument("--rounds", type=int, default=5, help="of every batch")
@@ -268,7 +267,11 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="a file for results")
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
-    asked = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    asked = options().parse_args()
     if asked.serve is not None:
         with os.fdopen(asked.serve, "w") as answers:
             serve(answers)

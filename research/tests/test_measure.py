@@ -71,6 +71,10 @@ def test_every_part_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         if arguments[0] != "-m":
             understand_script(arguments[0], arguments[1:])
             continue
+        if arguments[1] == "torch.distributed.run":
+            assert arguments[2] == "--nproc-per-node"
+            understand_script(arguments[4], arguments[5:])
+            continue
         modules[arguments[1]] += 1
         if arguments[1] == "shotcast":
             understand(arguments[2:])
