@@ -598,12 +598,9 @@ def waits(late: int) -> tuple[list[str], list[str]]:
             comm.all_reduce(x)
             comm.all_reduce(x, algorithm="vendor")
             comm.send(x, 1 - late) if is_late else comm.recv(x, late)
-            # what is compiled now does not take as long as the late rank does
-            comm.batch_send_recv([(x, 1 - late)], []) if is_late else comm.batch_send_recv([], [(x, late)])
             calls = (
                 lambda: comm.all_reduce(x),
                 lambda: comm.recv(x, 1 - comm.rank) if comm.rank != late else comm.send(x, 1 - comm.rank),
-                lambda: comm.batch_send_recv([(x, 1 - late)], []) if is_late else comm.batch_send_recv([], [(x, late)]),
                 lambda: comm.split(0).close(),
             )
             for call in calls:

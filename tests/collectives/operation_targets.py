@@ -255,24 +255,26 @@ def batches() -> int:
 
             sends = [(message(rank, r, k, n), r) for r in others for k, n in enumerate(counts[rank, r])]
             recvs = [(torch.empty(n, dtype=torch.int32), r) for r in others for n in counts[r, rank]]
-            numbers = random.Random(100 * seed + rank)
-            order = sorted(range(len(others)), key=lambda _: numbers.random())
-            sends = [one for i in order for one in sends[3 * i : 3 * i + 3]]
-            got = comm.batch_send_recv(sends, recvs)
             wanted = [message(r, rank, k, n) for r in others for k, n in enumerate(counts[r, rank])]
+            numbers = random.Random(100 * seed + rank)
+            by_peer, by_source = (sorted(range(len(others)), key=lambda _: numbers.random()) for _ in range(2))
+            sends = [one for i in by_peer for one in sends[3 * i : 3 * i + 3]]
+            recvs, wanted = ([one for i in by_source for one in each[3 * i : 3 * i + 3]] for each in (recvs, wanted))
+            got = comm.batch_send_recv(sends, recvs)
             for one, expected in zip(got, wanted, strict=True):
                 same_bits(one, expected, (seed, rank))
                 came += 1
         x = torch.full((300_000,), float(rank))
-        if rank == 0:  # the others make their calls one by one, and first receive the second message of a batch
+        if rank == 0:  # ranks that only receive make their calls one by one
             y = torch.empty_like(x)
             comm.batch_send_recv([(x, r) for r in others for _ in range(2)], [(y, size - 1)])
             assert y[-1] == size - 1
+        elif rank == size - 1:
+            got = comm.batch_send_recv([(x, 0)], [(torch.empty_like(x), 0) for _ in range(2)])
+            assert [one[-1] for one in got] == [0, 0]
         else:
             for _ in range(2):
                 assert comm.recv(torch.empty_like(x), 0)[-1] == 0
-            if rank == size - 1:
-                comm.send(x, 0)
     return came
 
 

@@ -174,7 +174,7 @@ class TestWaits:
         results = shotcast.spawn(targets.waits, 3, 1, timeout_s=200)
         assert not any(threads for _, threads in results), "the watch ends with the last communicator"
         lines = results[1][0]
-        for what in (r"all_reduce \(call 5\)", "send or recv", "batch_send_recv", r"split \(call \d+\)"):
+        for what in (r"all_reduce \(call 5\)", "send or recv", r"split \(call \d+\)"):
             pattern = (
                 rf"WARNING: rank 1: {what} of group split\(color=0\) waits for rank 2, for \d s so far; its timeout is"
             )

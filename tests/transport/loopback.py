@@ -133,7 +133,7 @@ class BoundCall:
 class LoopbackExecutor:
     """This rank's side of a communicator, as :class:`shotcast.collectives.interface.Executor` has it."""
 
-    batches, capacity, held_bytes = False, sys.maxsize, 0
+    capacity, held_bytes = sys.maxsize, 0
 
     def __init__(self, ranks: Ranks, hub: Hub):
         self.rank, self.hub, self.timeout_s, self.epoch = ranks.host.rank, hub, ranks.timeout_s, 0

@@ -33,7 +33,7 @@ from shotcast.collectives.first_check import wrong_result
 from shotcast.collectives.first_use import CompileBarrier, CompiledVariant
 from shotcast.collectives.forked import watch
 from shotcast.collectives.growth import Growths
-from shotcast.collectives.interface import BatchExecutor, GrowingExecutor, KernelExecutor, MappingExecutor
+from shotcast.collectives.interface import GrowingExecutor, KernelExecutor, MappingExecutor
 from shotcast.collectives.nodes import find_nodes
 from shotcast.collectives.peer_watch import PeerWatch
 from shotcast.collectives.prepared import Given, KeptCalls, PreparedCalls
@@ -306,8 +306,6 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
         check = weakref.WeakMethod(self.check)
         self._prepared = PreparedCalls(prepares, self._vendor, self._chain, self._lock, check, topology.runs_grids)
         self._starter = None
-        batching = self._executor is not None and self._executor.batches and self.world_size > 1
-        self._batches = cast(BatchExecutor, self._executor) if batching else None
         register(self)
         watch(self)
         held = Held(self._executor, self._vendor, self._peers, self._chain, self.device)
@@ -470,32 +468,6 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
         makeshift = within.resolve(*within.makeshift(within.problem(*problem)), capturing)
         makeshift.is_makeshift = True
         return makeshift
-
-    def _run_at_once(self, executor: BatchExecutor, messages: Sequence[tuple[Op, torch.Tensor, int]]) -> bool:
-        self._take_turn("batch_send_recv")
-        try:
-            self._refuse_if_stopped("batch_send_recv")
-            plans, announce = [], self._compile_barrier.announce if self._compile_barrier is not None else None
-            for op, x, peer in messages:
-                key = op, x.numel(), x.dtype, peer
-                call = self._calls.get(key) or self._calls.recall(key)
-                if call is None:
-                    problem = self._resolver.problem(op, x.dtype, x.numel(), "sum", peer, (), None)
-                    call = self._calls.keep(key, self._resolver.resolve(problem, "auto", False))
-                if call.by_library:
-                    return False
-                plans.append((call.plan, x))
-                if call.needs and announce is not None:
-                    executor.load_batch()
-                    for variant in call.needs:
-                        announce(variant.name)
-                    call.needs = {}
-            executor.run_batch(plans)
-            if fault := executor.fault():
-                raise self._error(fault)
-            return True
-        finally:
-            self._lock.release()
 
     def _leave_versions(self) -> None:
         """Preserve autograd's version counters of the tensors that calls write, like torch.distributed."""

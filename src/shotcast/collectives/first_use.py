@@ -58,7 +58,6 @@ class CompileBarrier:
         self._host, self._executor, self._patience_s = host, executor, patience_s
         self._store: dist.Store = host.store("first-use")
         self.known: set[CompiledVariant] = set()
-        self._announced: set[str] = set()
 
     def __call__(self, variant: CompiledVariant, compile_it: Callable[[], object], what: str, timeout_s: float) -> None:
         """Run ``compile_it`` once for each ``variant``, then wait as described above.
@@ -79,15 +78,6 @@ class CompileBarrier:
         finally:
             if not met:
                 self.known.discard(variant)
-
-    def announce(self, name: str) -> None:
-        """Announce that this rank has compiled what messages of the variant ``name`` need, without waiting.
-
-        A separate kernel serves messages in a batch, while the other end may wait for the usual one.
-        """
-        if name not in self._announced:
-            self._announced.add(name)
-            self._store.set(f"ready/{name}/{self._host.rank}", "")
 
     def _compile_and_meet(
         self, variant: CompiledVariant, compile_it: Callable[[], object], what: str, timeout_s: float

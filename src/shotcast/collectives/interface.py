@@ -47,11 +47,6 @@ class Executor(Protocol):
     @property
     def capacity(self) -> int: ...
     @property
-    def batches(self) -> bool:
-        """True if it runs several messages at once, as a :class:`BatchExecutor`."""
-        ...
-
-    @property
     def held_bytes(self) -> int: ...
     def more_bytes(self, capacity: int) -> int:
         """Return the bytes per rank of a workspace laid out for messages of ``capacity`` bytes."""
@@ -115,16 +110,6 @@ class KernelExecutor(Executor, Protocol):
 
         ``fault`` is an abort word (:func:`shotcast.wire.encode_fault`). Any thread may call it.
         """
-        ...
-
-
-class BatchExecutor(Executor, Protocol):
-    """An executor that runs several messages at once."""
-
-    def load_batch(self) -> None: ...
-
-    def run_batch(self, messages: Sequence[tuple[CallPlan, torch.Tensor]], /) -> None:
-        """Send and receive; return when all messages are done, or a fault is known."""
         ...
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -10,17 +9,14 @@ import torch
 from shotcast.collectives import ops
 from shotcast.collectives.arguments import dense, rank_in, valid, writable
 from shotcast.collectives.calls.caller import Caller
-from shotcast.collectives.interface import BatchExecutor
 from shotcast.collectives.torch_ops import autograd
-from shotcast.collectives.torch_private import increment_version, is_traced
+from shotcast.collectives.torch_private import is_traced
 from shotcast.errors import ConfigError
 from shotcast.wire import Op
 
 
 class MessageCalls(Caller):
     """Calls between two ranks, which do not involve the others."""
-
-    _batches: BatchExecutor | None
 
     def send(self, x: torch.Tensor, dst: int) -> None:
         """Send ``x`` to rank ``dst``, which must receive as many elements of the same dtype.
@@ -71,10 +67,8 @@ class MessageCalls(Caller):
     ) -> list[torch.Tensor]:
         """Send and receive several messages at once, so that no order of them can deadlock.
 
-        Between two ranks, messages in one direction keep their order. On CPU ranks of one node each message proceeds
-        whenever it can, and other ranks may make their calls one by one. On GPUs and over several nodes the messages
-        are separate calls in an order that all ranks share; ranks that exchange messages both ways must batch all of
-        them.
+        Between two ranks, messages in one direction keep their order. The messages are separate calls in an order that
+        all ranks share; ranks that exchange messages both ways must batch all of them.
 
         Args:
             sends: (tensor, destination rank).
@@ -102,9 +96,9 @@ class MessageCalls(Caller):
             for (x, _), received in zip(recvs, self.batch_send_recv(sends, into), strict=True):
                 x.copy_(received)  # so that autograd forgets what x was computed from
         elif messages:
-            increment_version(tuple(x for x, _ in recvs))
             with torch.no_grad():
-                self._run_batch(messages)
+                for op, x, peer in self._in_common_order(messages):
+                    self._run(op, x if op is Op.SEND else None, None if op is Op.SEND else x, root=peer)
         return [x for x, _ in recvs]
 
     def _traced(self, op: Op, x: torch.Tensor, peer: int) -> torch.Tensor:
@@ -129,14 +123,3 @@ class MessageCalls(Caller):
             upward = (self.rank < peer) == (op is Op.SEND)
             keys.append((place, min(self.rank, peer), max(self.rank, peer), upward, number))
         return [messages[key[-1]] for key in sorted(keys)]
-
-    def _run_batch(self, messages: Sequence[tuple[Op, torch.Tensor, int]]) -> None:
-        """Run messages that have been checked."""
-        if self._batches is not None and self._run_at_once(self._batches, messages):
-            return
-        for op, x, peer in self._in_common_order(messages):
-            self._run(op, x if op is Op.SEND else None, None if op is Op.SEND else x, root=peer)
-
-    @abstractmethod
-    def _run_at_once(self, executor: BatchExecutor, messages: Sequence[tuple[Op, torch.Tensor, int]]) -> bool:
-        """Run messages on an executor that handles all of them at once; return False if the library must run one."""

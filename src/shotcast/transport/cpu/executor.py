@@ -22,7 +22,7 @@ from shotcast.hardware.detect import available_cores
 from shotcast.memory.host_group import StoreGroup
 from shotcast.memory.operands import NormTensors
 from shotcast.memory.shm import ShmBuffer
-from shotcast.transport.cpu import batch, layout
+from shotcast.transport.cpu import layout
 from shotcast.transport.cpu.host_call import LINE_BYTES, HostCall
 from shotcast.transport.cpu.norm_rows import put_tensors
 from shotcast.transport.cpu.waiting import ABORTED, DONE, INTERRUPTED, MISMATCHED, PARTS_DIFFER, PEER_GONE, TIMED_OUT
@@ -164,8 +164,6 @@ class CpuExecutor:
     or 0 for none; :meth:`close` frees its memory.
     """
 
-    batches = True
-    """Messages can be sent and received in batches."""
     kind = "cpu"
     """The part of an algorithm's description that holds its compiled code."""
     heap_nbytes = _HEAP_BYTES
@@ -208,7 +206,6 @@ class CpuExecutor:
         self._parts: tuple[int, dict[int, str]] = (0, {})
         self._marking = threading.Lock()
         self._looking = threading.Lock()  # held while another thread reads shared memory
-        self._messages: Wait | None = None
         self.closed = False
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
@@ -313,59 +310,6 @@ class CpuExecutor:
             return chunk // row * row
         return max(multiple, chunk // multiple * multiple)
 
-    def load_batch(self) -> None:
-        """Compile or load the code for batches of messages. Raises ClosedError."""
-        if self.closed:
-            raise ClosedError("this communicator was closed")
-        batch.EXCHANGE.get()
-
-    def run_batch(self, messages: Sequence[tuple[CallPlan, torch.Tensor]]) -> None:
-        """Send and receive messages concurrently; block until all are done or the batch has failed (:meth:`fault`)."""
-        record = array("q", [len(messages)])
-        last: dict[tuple[Op, int], int] = {}
-        for number, (plan, tensor) in enumerate(messages):
-            sending = plan.op is Op.SEND
-            header = self._algorithms.header(dataclasses.replace(plan, root=self._sender) if sending else plan)
-            before = last.get((plan.op, plan.root), -1)
-            record.extend((plan.root, sending, tensor.data_ptr(), plan.nbytes, *header, 0, before))
-            last[plan.op, plan.root] = number
-        address = record.buffer_info()[0]
-        peers = tuple(sorted({plan.root for plan, _ in messages}))
-        self._messages = Wait("batch_send_recv", 0, time.monotonic(), peers)
-        interruption: BaseException | None = None
-        try:
-            status = batch.EXCHANGE.get()(self.context_address, address, 0, 0)
-        except BaseException as error:  # a signal handler raised
-            status, interruption = INTERRUPTED, error
-        finally:
-            self._messages = None
-        if status != DONE:
-            words = batch.MESSAGE_BYTES // 8
-            passed = record[(batch.MESSAGES + batch.PASSED) // 8 :: words]
-            left = [message for message, count in zip(messages, passed, strict=True) if count >= 0]
-            self._fail_batch(status, left)
-            for plan, tensor in left:
-                fill_with_nan(tensor if plan.op is Op.RECV else None)
-        if interruption is not None:
-            raise interruption
-
-    def _fail_batch(self, status: int, left: Sequence[tuple[CallPlan, torch.Tensor]]) -> None:
-        """Tell all ranks why a batch failed; ``left`` holds its unfinished messages."""
-        if status == ABORTED:
-            return
-        peers = sorted({plan.root for plan, _ in left})
-        if status == INTERRUPTED:
-            peers = [self._rank]
-        elif status == PEER_GONE:
-            gone = self.context[layout.GONE // 8]
-            peers = [peer for peer in peers if gone >> peer & 1]
-        elif status == MISMATCHED:
-            peers = [self.context[layout.MESSAGE_PEER // 8]]
-            expected = next(plan for plan, _ in left if plan.op is Op.RECV and plan.root == peers[0])
-            self._keep_message_headers(expected, self._algorithms.header(expected))
-        op = next((plan.op for plan, _ in left if plan.root in peers), Op.SEND)
-        self._stop(wire.encode_fault(_KINDS[status], int(op), peers, self.epoch))
-
     # -- faults --------------------------------------------------------------------------------------------------
 
     def fault(self) -> Fault | None:
@@ -396,8 +340,8 @@ class CpuExecutor:
     def wait(self) -> Wait | None:
         """Return the wait that this rank is in, if any. Any thread may call it; it never blocks."""
         with self._looking:
-            if self.closed or self._messages is not None:
-                return self._messages
+            if self.closed:
+                return None
             seen_s = (time.monotonic_ns() - self._word(self._rank, layout.HEARTBEAT)) / 1e9
             deadline = self.context[layout.DEADLINE // 8]
             if seen_s > _SEEN_S or not deadline:

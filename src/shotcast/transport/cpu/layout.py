@@ -46,7 +46,6 @@ GONE = 80  # a bit for each rank whose process has ended; another thread sets it
 NETWORK = 88  # the address of the record of the network between nodes; 0 on one node
 PARTS_PEER = 96  # of a failed uneven all_to_all: the rank that sends a part of an unexpected size,
 PARTS_SENT = 104  # and its bytes
-MESSAGE_PEER = 112  # the rank that a batch of messages failed to reach
 REGIONS = 128
 SOURCES = 256
 ROW = 320

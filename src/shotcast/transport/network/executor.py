@@ -127,7 +127,6 @@ class HostsExecutor(CpuExecutor):
     Construction is collective, and raises the errors of :class:`CpuExecutor` on all ranks.
     """
 
-    batches = False
     kind = "hosts"
     heap_nbytes = 0
 
