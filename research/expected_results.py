@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from shotcast.collectives.algorithm import imported
+from shotcast import wire
+from shotcast.collectives.reference import ordered_sum, tree_sum
 from shotcast.collectives.registry import registered
 from shotcast.hardware.nodes import NodeLayout
-from shotcast.wire import Op
 
 
 def reduced(xs: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:
@@ -66,21 +66,69 @@ def _reduced_integers(xs: Sequence[torch.Tensor], reduction: str) -> torch.Tenso
     return functools.reduce(_OF_INTEGERS[reduction], xs)
 
 
+def ring_sum(xs: Sequence[torch.Tensor], owner: int) -> torch.Tensor:
+    """Compute the slice of ``owner``: x_{owner+1} plus each next rank's slice, rounded to the dtype at each hop."""
+    world_size = len(xs)
+    total = ordered_sum([xs[(owner + 1) % world_size]])
+    for step in range(2, world_size + 1):
+        total = (total.float() + xs[(owner + step) % world_size].float()).to(total.dtype)
+    return total
+
+
+def through_fp8(x: torch.Tensor) -> torch.Tensor:
+    """Round float32 values [n] as FP8 transport does: to e4m3 with one scale per block."""
+    rows = torch.nn.functional.pad(x, (0, -x.numel() % wire.FP8_BLOCK)).view(-1, wire.FP8_BLOCK)
+    largest = rows.abs().amax(1, keepdim=True)
+    size, limit = largest.clamp_min(2.0**-100), torch.full_like(largest, wire.FP8_LARGEST)
+    scale = torch.where(largest.isfinite(), size / limit, torch.nan)
+    return ((rows * (limit / size)).to(torch.float8_e4m3fn).float() * scale).view(-1)[: x.numel()]
+
+
+def fp8_sum(xs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Compute a slice of ``two_shot_fp8``: quantized parts added in float32, in rank order, and quantized again."""
+    total = torch.zeros_like(xs[0], dtype=torch.float32)
+    for x in xs:
+        total = total + through_fp8(x.float())
+    return through_fp8(total).to(xs[0].dtype)
+
+
+def rounded_nodes_sum(xs: Sequence[torch.Tensor], layout: NodeLayout) -> torch.Tensor:
+    """Round each node's sum to the dtype, add them in the tree over nodes, and round once more."""
+    sums = [ordered_sum([xs[rank] for rank in members]) for members in layout.members]
+    return tree_sum(sums, NodeLayout.of_keys(layout.names))
+
+
+def _by_slices(
+    xs: Sequence[torch.Tensor], sum_of_slice: Callable[[Sequence[torch.Tensor], int], torch.Tensor]
+) -> torch.Tensor:
+    """Compute the all-reduce whose slice ``j`` is ``sum_of_slice(slices, j)``."""
+    flat = [x.reshape(-1) for x in xs]
+    item = flat[0].element_size()
+    width = wire.slice_bytes(flat[0].numel() * item, len(xs)) // item
+    slices = [[x[j * width : (j + 1) * width] for x in flat] for j in range(len(xs))]
+    return torch.cat([sum_of_slice(part, j) for j, part in enumerate(slices)]).reshape(xs[0].shape)
+
+
 def all_reduce(xs: Sequence[torch.Tensor], algorithm: str, layout: NodeLayout | None = None) -> torch.Tensor:
-    """Return the all-reduce of every rank's tensor ``xs[r]`` by a registered algorithm.
+    """Return the all-reduce of every rank's tensor ``xs[r]`` by a built-in algorithm.
 
     Args:
         layout: the nodes of the ranks; None for one.
     """
-    return _by_name(Op.ALL_REDUCE, algorithm)(xs, 0, layout or NodeLayout.one_node(len(xs)))
+    layout = layout or NodeLayout.one_node(len(xs))
+    if algorithm == "ring":
+        return _by_slices(xs, ring_sum)
+    if algorithm == "two_shot_fp8":
+        # on a CPU, where a division by a number is one
+        return _by_slices([x.cpu() for x in xs], lambda part, _: fp8_sum(part)).to(xs[0].device)
+    if algorithm == "nvrar_16bit":
+        return rounded_nodes_sum(xs, layout)
+    if not registered()[algorithm].in_contract(layout.shape):
+        raise ValueError(f"sums of {algorithm} on {layout.shape} are not those of the numerics contract")
+    return tree_sum(xs, layout)
 
 
 def reduce_scatter(xs: Sequence[torch.Tensor], rank: int, algorithm: str) -> torch.Tensor:
-    """Return rank ``rank``'s part of the reduce-scatter of [N * k, ...] tensors by a registered algorithm."""
-    return _by_name(Op.REDUCE_SCATTER, algorithm)(xs, rank, NodeLayout.one_node(len(xs)))
-
-
-def _by_name(op: Op, algorithm: str) -> Callable[[Sequence[torch.Tensor], int, NodeLayout], torch.Tensor]:
-    form = registered()[algorithm].forms[op]
-    function: Callable[[Sequence[torch.Tensor], int, NodeLayout], torch.Tensor] = imported(form.reference)
-    return function
+    """Return rank ``rank``'s part of the reduce-scatter of [N * k, ...] tensors by a built-in algorithm."""
+    parts = [x.chunk(len(xs))[rank] if x.shape[0] else x for x in xs]
+    return ring_sum(parts, rank) if algorithm == "ring" else ordered_sum(parts)

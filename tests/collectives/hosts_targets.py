@@ -61,7 +61,7 @@ def other_operations() -> dict[str, str]:
             for number in range(ahead if rank == size - 1 else 0):
                 check(comm.recv(torch.empty(count), 0), message + number, ("message", count, number))
         residual, weight = torch.ones(size, 6), torch.full([6], 0.5)
-        total = reference.tree_all_reduce(xs, rank, comm.topology.layout)
+        total = reference.tree_sum(xs, comm.topology.layout)
         for algorithm in comm.candidates(x, "all_reduce_rms_norm"):
             normed, new_residual = comm.all_reduce_rms_norm(x, residual, weight, algorithm=algorithm)
             check(new_residual, reference.add_residual(total, residual), ("new residual", algorithm))
@@ -88,9 +88,7 @@ def reductions() -> dict[str, str]:
             for reduction in wire.REDUCED.get(name, ()):
                 what = (name, count, reduction, root)
                 sums = reduction == "sum" and name in wire.REDUCIBLE
-                wanted = (
-                    reference.tree_all_reduce(xs, rank, layout) if sums else expected_results.reduced(xs, reduction)
-                )
+                wanted = reference.tree_sum(xs, layout) if sums else expected_results.reduced(xs, reduction)
                 x = shifted(xs[rank], number % 2)
                 explained = comm.explain(x, "reduce", reduction=reduction)
                 found[f"{reduction} of {name}"] = str(explained)
@@ -132,7 +130,7 @@ def faults() -> list[Outcome]:
         seen.append(outcome(lambda: comm.all_reduce(other, algorithm="nvrar")))
         comm.reset()
         xs = inputs(300, torch.bfloat16, comm.world_size, 3, "cpu")
-        expected = reference.tree_all_reduce(xs, comm.rank, comm.topology.layout)
+        expected = reference.tree_sum(xs, comm.topology.layout)
         check(comm.all_reduce(xs[comm.rank]), expected, "after reset")
         comm.reduce(x, 0)
         if comm.rank == last:
@@ -179,7 +177,7 @@ def splits() -> list[str]:
             assert child is not None
             with child:
                 xs = inputs(100, torch.float32, child.world_size, 1, "cpu")
-                expected = reference.tree_all_reduce(xs, child.rank, child.topology.layout)
+                expected = reference.tree_sum(xs, child.topology.layout)
                 check(child.all_reduce(xs[child.rank]), expected, color)
                 chosen.append(str(child.explain(xs[0])))
         return chosen
@@ -195,11 +193,11 @@ def by_peer_stores(counts: list[int]) -> dict[str, str]:
             names = [name for name in comm.candidates(x) if name not in ("vendor", "two_shot_fp8")]
             for name in names:
                 check(comm.all_reduce(x, algorithm=name), expected_results.all_reduce(xs, name, layout), (name, count))
-            check(comm.all_reduce(x), reference.tree_all_reduce(xs, comm.rank, layout), ("auto", count))
+            check(comm.all_reduce(x), reference.tree_sum(xs, layout), ("auto", count))
             check(comm.all_gather(x), torch.cat(xs), ("all_gather", count))
         xs = inputs(64, torch.bfloat16, comm.world_size, 5, "cpu")
         x, residual, weight = xs[comm.rank].view(4, 16), torch.ones(4, 16).bfloat16(), torch.ones(16).bfloat16()
         _, new_residual = comm.all_reduce_rms_norm(x, residual, weight)
-        total = reference.tree_all_reduce(xs, comm.rank, layout).view(4, 16)
+        total = reference.tree_sum(xs, layout).view(4, 16)
         check(new_residual, reference.add_residual(total, residual), "new residual")
         return {name: str(comm.explain(x, name)) for name in ("all_reduce", "all_reduce_rms_norm", "reduce_scatter")}

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import expected_results
 import torch
 from workers import FLOATS, check, inputs, shifted
 
@@ -55,7 +56,7 @@ ALGORITHMS = Algorithms(tuple(map(_member, (*KINDS, *ROUNDED))))
 
 def tree_sum(xs: list[torch.Tensor], nodes: int, kind: str = "") -> torch.Tensor:
     """Return the sum of a kind in the documented order over so many nodes of consecutive ranks."""
-    function = reference.rounded_nodes_sum if kind in ROUNDED else reference.tree_sum
+    function = expected_results.rounded_nodes_sum if kind in ROUNDED else reference.tree_sum
     return function(xs, layout_of(nodes, len(xs)))
 
 

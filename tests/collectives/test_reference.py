@@ -99,15 +99,15 @@ def by_recursive_doubling(xs: list[torch.Tensor], layout: NodeLayout) -> list[to
 def test_sums_over_nodes(dtype: torch.dtype, layout: NodeLayout, count: int, seed: int) -> None:
     """The order of recursive doubling with folding is that of the reference, and the error is within the bound."""
     xs = random_inputs(dtype, layout.world_size, count, seed)
-    got = reference.tree_all_reduce(xs, 0, layout)
+    got = reference.tree_sum(xs, layout)
     assert got.dtype is dtype
     for total in by_recursive_doubling(xs, layout):
         assert torch.equal(total, got), "all nodes have the same bits"
     exact = torch.stack(xs).double().sum(0)
     assert bool(((got.double() - exact).abs() <= bound(xs, dtype, 1)).all())
     one = NodeLayout.one_node(layout.world_size)
-    ordered = reference.ordered_all_reduce(xs, 0, one)
-    assert torch.equal(reference.tree_all_reduce(xs, 0, one), ordered)
+    ordered = reference.ordered_sum(xs)
+    assert torch.equal(reference.tree_sum(xs, one), ordered)
     if in_rank_order(layout.shape):
         assert torch.equal(got, ordered), "sums in rank order may serve these nodes"
 
@@ -119,7 +119,7 @@ def test_sums_in_rank_order_are_others(shape: tuple[int, int]) -> None:
     layout = NodeLayout.of_keys([str(rank // ranks) for rank in range(nodes * ranks)])
     assert not in_rank_order(layout.shape)
     xs = random_inputs(torch.float32, layout.world_size, 1000, 5)
-    assert not torch.equal(reference.tree_all_reduce(xs, 0, layout), reference.ordered_all_reduce(xs, 0, layout))
+    assert not torch.equal(reference.tree_sum(xs, layout), reference.ordered_sum(xs))
 
 
 TREES = {
@@ -139,7 +139,7 @@ def test_trees_as_the_page_of_numerics_writes_them(nodes: int) -> None:
     xs = random_inputs(torch.bfloat16, 2 * nodes, 500, nodes)
     sums = [xs[2 * node].float() + xs[2 * node + 1].float() for node in range(nodes)]
     expected = TREES[nodes](*sums).to(torch.bfloat16)
-    assert torch.equal(reference.tree_all_reduce(xs, 0, layout), expected)
+    assert torch.equal(reference.tree_sum(xs, layout), expected)
     rounded = [total.to(torch.bfloat16).float() for total in sums]
     expected = TREES[nodes](*rounded).to(torch.bfloat16)
     assert torch.equal(expected_results.all_reduce(xs, "nvrar_16bit", layout), expected)
@@ -177,7 +177,7 @@ def test_rounded_sums_of_nodes_within_their_bound(
         x = torch.tensor(values)[torch.randperm(len(values), generator=generator)] * 2.0**power
         sign = torch.randint(0, 2, x.shape, generator=generator) * 2 - 1
         xs.append((x * sign).to(dtype))
-    got = reference.rounded_nodes_all_reduce(xs, 0, layout)
+    got = expected_results.rounded_nodes_sum(xs, layout)
     assert got.dtype is dtype
     off = (got.double() - torch.stack(xs).double().sum(0)).abs()
     assert bool((off <= rounded_nodes_bound(xs, layout, got)).all())
@@ -185,7 +185,7 @@ def test_rounded_sums_of_nodes_within_their_bound(
     coarse = [reference.rounded_nodes_error_bound([x.double() for x in xs], one) for one in (dtype, None)]
     assert all(bool((off <= each + last).all()) for each in coarse)
     if layout.ranks_per_node == 1:
-        assert torch.equal(got, reference.tree_all_reduce(xs, 0, layout)), "a lone rank's numbers have 16 bits"
+        assert torch.equal(got, reference.tree_sum(xs, layout)), "a lone rank's numbers have 16 bits"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -196,7 +196,7 @@ def test_the_bound_of_rounded_sums_is_neither_too_wide_nor_for_another_rounding(
     got = expected_results.all_reduce(xs, "nvrar_16bit", layout)
     off, allowed = (got.double() - exact).abs(), rounded_nodes_bound(xs, layout, got)
     assert 0.4 < float((off / allowed).max()) <= 1
-    assert not torch.equal(got, reference.tree_all_reduce(xs, 0, layout))
+    assert not torch.equal(got, reference.tree_sum(xs, layout))
     careless = xs[0].clone()
     for x in xs[1:]:
         careless += x
@@ -206,11 +206,11 @@ def test_the_bound_of_rounded_sums_is_neither_too_wide_nor_for_another_rounding(
 def test_rounded_sums_of_small_and_large_numbers() -> None:
     half, layout = torch.float16, NodeLayout.of_keys(["a", "a", "b", "b"])
     xs = [torch.tensor([value], dtype=half) for value in (-(2.0**-24), 0.0, -0.0, -0.0)]
-    assert reference.rounded_nodes_all_reduce(xs, 0, layout).item() == -(2.0**-24)
+    assert expected_results.rounded_nodes_sum(xs, layout).item() == -(2.0**-24)
     xs = [torch.tensor([value], dtype=half) for value in (60000.0, 60000.0, -60000.0, -60000.0)]
-    assert reference.tree_all_reduce(xs, 0, layout).item() == 0.0
-    assert reference.rounded_nodes_all_reduce(xs, 0, layout).isnan().all(), "sums of nodes beyond float16"
-    zeros = reference.rounded_nodes_all_reduce([torch.tensor([-0.0], dtype=half)] * 4, 0, layout)
+    assert reference.tree_sum(xs, layout).item() == 0.0
+    assert expected_results.rounded_nodes_sum(xs, layout).isnan().all(), "sums of nodes beyond float16"
+    zeros = expected_results.rounded_nodes_sum([torch.tensor([-0.0], dtype=half)] * 4, layout)
     assert not torch.signbit(zeros).item(), "sums start at +0.0"
 
 
@@ -286,30 +286,30 @@ def test_fp8_bound_detects_an_extra_quantisation() -> None:
     assert bool((off <= bound_of_it).all())
     assert float((off / bound_of_it).max()) > 0.5
     assert 0.01 < float(off.norm() / exact.norm()) < 0.04, "about 3%"
-    coarse = torch.stack([reference.through_fp8(x * 5) / 5 for x in xs]).sum(0).mul(1.13).double()
+    coarse = torch.stack([expected_results.through_fp8(x * 5) / 5 for x in xs]).sum(0).mul(1.13).double()
     assert bool(((coarse - exact).abs() > bound_of_it).any())
 
 
 def test_fp8_rounds_to_e4m3_values() -> None:
     """A block whose largest value is 448 has the scale 1, so its roundings can be written by hand."""
     x = torch.tensor([448.0, 1.0, 17.0, 18.5, 2.0**-9, 2.0**-10, 3 * 2.0**-11, -0.0, -(2.0**-11)])
-    got = reference.through_fp8(x)
+    got = expected_results.through_fp8(x)
     assert got.tolist() == [448.0, 1.0, 16.0, 18.0, 2.0**-9, 0.0, 2.0**-9, 0.0, 0.0]
     assert got.signbit().tolist() == [False] * 7 + [True, True]
 
 
 def test_fp8_blocks_have_their_own_scales() -> None:
     x = torch.cat([torch.full((128,), 448.0), torch.full((130,), 2.0**-12)])
-    assert torch.equal(reference.through_fp8(x), x)
-    assert reference.through_fp8(x[1:])[127].item() == 0.0, "now in a block with 448"
-    assert torch.equal(reference.through_fp8(x[1:])[128:], x[129:])
+    assert torch.equal(expected_results.through_fp8(x), x)
+    assert expected_results.through_fp8(x[1:])[127].item() == 0.0, "now in a block with 448"
+    assert torch.equal(expected_results.through_fp8(x[1:])[128:], x[129:])
 
 
 def test_fp8_makes_a_block_nan_but_not_its_neighbours() -> None:
     for odd in (float("inf"), float("-inf"), float("nan")):
         x = torch.ones(384)
         x[130] = odd
-        got = reference.through_fp8(x)
+        got = expected_results.through_fp8(x)
         assert got[128:256].isnan().all()
         assert torch.equal(got[:128], x[:128])
         assert torch.equal(got[256:], x[256:])
@@ -320,7 +320,7 @@ def test_fp8_makes_a_block_nan_but_not_its_neighbours() -> None:
 @pytest.mark.parametrize("size", [0.0, 1e-45, 1e-38, 2.0**-101, 2.0**-100, 1e-20, torch.finfo(torch.float32).max])
 def test_fp8_of_the_smallest_and_the_largest_is_never_nan(size: float) -> None:
     x = torch.full((128,), size)
-    got = reference.through_fp8(torch.cat([x, -x]))
+    got = expected_results.through_fp8(torch.cat([x, -x]))
     assert not got.isnan().any()
     assert bool(((got[:128] - x).abs().double() <= fp8_error(x.double(), x.double())).all())
     assert got[128:].signbit().all()
@@ -335,8 +335,8 @@ def test_order_and_start_are_part_of_the_contract() -> None:
     # bfloat16: the ring rounds 256 + 1 at each hop, the other algorithms only once at the end.
     xs = [torch.tensor([value], dtype=torch.bfloat16) for value in (1.0, 1.0, 256.0)]
     assert reference.ordered_sum(xs).item() == 258.0
-    assert reference.ring_sum(xs, owner=1).item() == 256.0, "256 + 1 twice, from rank 2 on"
-    assert reference.ring_sum(xs, owner=2).item() == 258.0, "1 + 1, then 256"
+    assert expected_results.ring_sum(xs, owner=1).item() == 256.0, "256 + 1 twice, from rank 2 on"
+    assert expected_results.ring_sum(xs, owner=2).item() == 258.0, "1 + 1, then 256"
 
 
 @pytest.mark.parametrize("dtype", FLOATS.values())

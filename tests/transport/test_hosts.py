@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import expected_results
 import pytest
 import torch
 from hosts_ranks import NAMES, SUMS, all_reduce, barrier, executor_of, layout_of
@@ -88,7 +89,7 @@ def _rounded_sums(group: LocalGroup, nodes: int, local: int, sizes: tuple[int, .
         if number % 11 == group.rank:
             time.sleep(0.02)
         all_reduce(executor, "nvrar_16bit", x, out)
-        if executor.fault() is not None or not torch.equal(out, reference.rounded_nodes_sum(inputs, layout)):
+        if executor.fault() is not None or not torch.equal(out, expected_results.rounded_nodes_sum(inputs, layout)):
             wrong.append(f"{dtype} {size} {executor.fault()}")
         if number % 3 == 1:
             x = inputs[group.rank][: size // 2].clone()
@@ -171,7 +172,7 @@ def _special_values(group: LocalGroup) -> list[str]:
             all_reduce(executor, algorithm, inputs[group.rank], out)
             bits = torch.int32 if dtype is torch.float32 else torch.int16
             rounds = algorithm == "nvrar_16bit"
-            expected = (reference.rounded_nodes_sum if rounds else reference.tree_sum)(inputs, layout)
+            expected = (expected_results.rounded_nodes_sum if rounds else reference.tree_sum)(inputs, layout)
             nan = {torch.float32: 0x7FC00000, torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}[dtype]
             expected_bits = torch.where(expected.isnan(), torch.tensor(nan, dtype=bits), expected.view(bits))
             if not torch.equal(out.view(bits), expected_bits):

@@ -143,7 +143,7 @@ class Form:
             variant.
         hosts: the same for CPU ranks on several nodes joined by a network.
         reference: ``reference(inputs, rank, layout)``, the result in plain torch, bit for bit, from the inputs of all
-            ranks and their nodes. Tests and the first check of a registered algorithm compare with it.
+            ranks and their nodes. The first check of a registered algorithm compares with it.
         share: ``share(problem)``: bytes that a launch divides into tiles; the message, if programs traverse all of it.
         large_warps: ``large_warps(world_size)``: warps of the programs of shares from 1 MiB on, whose tiles have 1024
             words; 0 where tiles stay at 512, and 1 where all programs have one warp and 128 words.

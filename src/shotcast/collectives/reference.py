@@ -1,8 +1,8 @@
-"""Bit-exact results of native algorithms in plain torch on one process, for tests to compare with."""
+"""Sums and norms of the numerics contract, bit for bit, and bounds of lossy sums, in plain torch on one process."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -20,53 +20,6 @@ def ordered_sum(xs: Sequence[torch.Tensor]) -> torch.Tensor:
     return total.to(xs[0].dtype)
 
 
-def ring_sum(xs: Sequence[torch.Tensor], owner: int) -> torch.Tensor:
-    """Compute the slice of ``owner``: x_{owner+1} plus each next rank's slice, rounded to the dtype at each hop."""
-    world_size = len(xs)
-    total = ordered_sum([xs[(owner + 1) % world_size]])
-    for step in range(2, world_size + 1):
-        total = (total.float() + xs[(owner + step) % world_size].float()).to(total.dtype)
-    return total
-
-
-def through_fp8(x: torch.Tensor) -> torch.Tensor:
-    """Round float32 values [n] as FP8 transport does: to e4m3 with one scale per block."""
-    rows = torch.nn.functional.pad(x, (0, -x.numel() % wire.FP8_BLOCK)).view(-1, wire.FP8_BLOCK)
-    largest = rows.abs().amax(1, keepdim=True)
-    size, limit = largest.clamp_min(2.0**-100), torch.full_like(largest, wire.FP8_LARGEST)
-    scale = torch.where(largest.isfinite(), size / limit, torch.nan)
-    return ((rows * (limit / size)).to(torch.float8_e4m3fn).float() * scale).view(-1)[: x.numel()]
-
-
-def fp8_sum(xs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Compute a slice of ``two_shot_fp8``: quantized parts added in float32, in rank order, and quantized again."""
-    total = torch.zeros_like(xs[0], dtype=torch.float32)
-    for x in xs:
-        total = total + through_fp8(x.float())
-    return through_fp8(total).to(xs[0].dtype)
-
-
-def _by_slices(
-    xs: Sequence[torch.Tensor], sum_of_slice: Callable[[Sequence[torch.Tensor], int], torch.Tensor]
-) -> torch.Tensor:
-    """Compute the all-reduce whose slice ``j`` is ``sum_of_slice(slices, j)``."""
-    flat = [x.reshape(-1) for x in xs]
-    item = flat[0].element_size()
-    width = wire.slice_bytes(flat[0].numel() * item, len(xs)) // item
-    slices = [[x[j * width : (j + 1) * width] for x in flat] for j in range(len(xs))]
-    return torch.cat([sum_of_slice(part, j) for j, part in enumerate(slices)]).reshape(xs[0].shape)
-
-
-def ordered_all_reduce(xs: Sequence[torch.Tensor], rank: int, layout: NodeLayout) -> torch.Tensor:
-    """Compute the all-reduce of one-shot and two-shot, the same on all ranks."""
-    return ordered_sum(xs)
-
-
-def ring_all_reduce(xs: Sequence[torch.Tensor], rank: int, layout: NodeLayout) -> torch.Tensor:
-    """Compute the all-reduce of the ring, the same on all ranks."""
-    return _by_slices(xs, ring_sum)
-
-
 def tree_sum(xs: Sequence[torch.Tensor], layout: NodeLayout) -> torch.Tensor:
     """Add each node's ranks in order in float32, add the nodes' sums in the tree over nodes, and round once.
 
@@ -78,38 +31,6 @@ def tree_sum(xs: Sequence[torch.Tensor], layout: NodeLayout) -> torch.Tensor:
     while len(leaves) > 1:
         leaves = [left + right for left, right in zip(leaves[::2], leaves[1::2], strict=True)]
     return leaves[0].to(xs[0].dtype)
-
-
-def tree_all_reduce(xs: Sequence[torch.Tensor], rank: int, layout: NodeLayout) -> torch.Tensor:
-    """Compute the all-reduce of the numerics contract, the same on all ranks: the result of ``auto`` on any nodes."""
-    return tree_sum(xs, layout)
-
-
-def rounded_nodes_sum(xs: Sequence[torch.Tensor], layout: NodeLayout) -> torch.Tensor:
-    """Round each node's sum to the dtype, add them in the tree over nodes, and round once more."""
-    sums = [ordered_sum([xs[rank] for rank in members]) for members in layout.members]
-    return tree_sum(sums, NodeLayout.of_keys(layout.names))
-
-
-def rounded_nodes_all_reduce(xs: Sequence[torch.Tensor], rank: int, layout: NodeLayout) -> torch.Tensor:
-    """Compute the all-reduce of NVRAR in 16 bits, the same on all ranks."""
-    return rounded_nodes_sum(xs, layout)
-
-
-def fp8_all_reduce(xs: Sequence[torch.Tensor], rank: int, layout: NodeLayout) -> torch.Tensor:
-    """Compute the all-reduce of two-shot in FP8, the same on all ranks."""
-    # on a CPU, where a division by a number is one
-    return _by_slices([x.cpu() for x in xs], lambda part, _: fp8_sum(part)).to(xs[0].device)
-
-
-def ordered_reduce_scatter(xs: Sequence[torch.Tensor], rank: int, layout: NodeLayout) -> torch.Tensor:
-    """Compute rank ``rank``'s part of the one-shot reduce-scatter of [N * k, ...] tensors."""
-    return ordered_sum([x.chunk(len(xs))[rank] if x.shape[0] else x for x in xs])
-
-
-def ring_reduce_scatter(xs: Sequence[torch.Tensor], rank: int, layout: NodeLayout) -> torch.Tensor:
-    """Compute rank ``rank``'s part of the ring reduce-scatter of [N * k, ...] tensors."""
-    return ring_sum([x.chunk(len(xs))[rank] if x.shape[0] else x for x in xs], rank)
 
 
 def fp8_error_bound(xs: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -96,12 +96,8 @@ ALGORITHM = Algorithm(
     color="#72b7b2",
     by_name=True,
     forms={
-        Op.ALL_REDUCE: _form(
-            work=_reduce_work, reference="shotcast.collectives.reference:ordered_all_reduce", any_reduction=True
-        ),
-        Op.REDUCE_SCATTER: _form(
-            work=_copy_work, reference="shotcast.collectives.reference:ordered_reduce_scatter", any_reduction=True
-        ),
+        Op.ALL_REDUCE: _form(work=_reduce_work, any_reduction=True),
+        Op.REDUCE_SCATTER: _form(work=_copy_work, any_reduction=True),
         Op.ALL_GATHER: _form(work=_copy_work),
         Op.ALL_TO_ALL: _form(work=_copy_work),
     },

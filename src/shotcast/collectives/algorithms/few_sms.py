@@ -120,12 +120,10 @@ ALGORITHM = Algorithm(
     forms={
         Op.ALL_REDUCE: _form(
             work=two_shot.work,
-            reference="shotcast.collectives.reference:ordered_all_reduce",
             any_reduction=True,
         ),
         Op.REDUCE_SCATTER: _form(
             work=one_shot.part_work,
-            reference="shotcast.collectives.reference:ordered_reduce_scatter",
             any_reduction=True,
         ),
         Op.ALL_GATHER: _form(work=one_shot.part_work),

@@ -183,7 +183,6 @@ def forms_of(
         work=work,
         triton=triton,
         hosts=hosts,
-        reference="shotcast.collectives.reference:tree_all_reduce",
         share=slice_in_node,
         between_nodes=True,
         divides=True,
@@ -236,7 +235,6 @@ ALGORITHMS = (
                 work=rounded_work,
                 triton="shotcast.transport.triton.nvrar:bind_16bit",
                 hosts="shotcast.transport.network.sums:IN_16_BITS",
-                reference="shotcast.collectives.reference:rounded_nodes_all_reduce",
                 share=slice_in_node,
                 unsupported_reason=_unsupported_reason_of_16_bits,
                 between_nodes=True,
@@ -277,7 +275,6 @@ ALGORITHMS = (
             Op.REDUCE: Form(
                 work=pairs_work,
                 hosts="shotcast.transport.network.sums:REDUCE",
-                reference="shotcast.collectives.reference:tree_all_reduce",
                 share=slice_in_node,
                 between_nodes=True,
                 any_reduction=True,

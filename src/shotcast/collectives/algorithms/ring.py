@@ -54,12 +54,10 @@ ALGORITHM = Algorithm(
         Op.ALL_REDUCE: _form(
             "shotcast.transport.cpu.ring:ALL_REDUCE",
             work=all_reduce_work,
-            reference="shotcast.collectives.reference:ring_all_reduce",
         ),
         Op.REDUCE_SCATTER: _form(
             "shotcast.transport.cpu.ring:REDUCE_SCATTER",
             work=half_work,
-            reference="shotcast.collectives.reference:ring_reduce_scatter",
         ),
         Op.ALL_GATHER: _form("shotcast.transport.cpu.ring:ALL_GATHER", work=half_work, uneven=False, any_dtype=False),
     },

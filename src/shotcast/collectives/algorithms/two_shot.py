@@ -55,7 +55,6 @@ ALGORITHM = Algorithm(
             work=work,
             triton="shotcast.transport.triton.two_shot:bind",
             cpu="shotcast.transport.cpu.two_shot:ALL_REDUCE",
-            reference="shotcast.collectives.reference:ordered_all_reduce",
             any_reduction=True,
             share=slice_of_message,
             divides=True,

@@ -47,7 +47,6 @@ ALGORITHM = Algorithm(
             work=work,
             triton="shotcast.transport.triton.two_shot_fp8:bind",
             cpu="shotcast.transport.cpu.two_shot_fp8:ALL_REDUCE",
-            reference="shotcast.collectives.reference:fp8_all_reduce",
             share=_share,
             # of more than four ranks, tiles of 1024 words have too many values for the registers
             large_warps=lambda world_size: 0 if world_size > 4 else 8,
