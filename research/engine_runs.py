@@ -20,12 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 
+from nccl_costs import NcclCosts, NcclStepModel
+
 from shotcast.collectives.algorithm import LIBRARY
 from shotcast.engine.scheduler import SchedulerConfig
 from shotcast.errors import ConfigError
 from shotcast.models.presets import preset
 from shotcast.planner.calibration import Calibration
-from shotcast.planner.collectives import CollectiveCosts
 from shotcast.planner.plan import BATCH_TOKENS, fullest_rank
 from shotcast.planner.step import Layout, StepModel, StepWork, kernel_error
 from shotcast.simulator.serving import Arrival, SimulatedService, serve
@@ -130,7 +131,7 @@ def runs(folder: Path, algorithm: str = "auto") -> Iterator[EngineRun]:
 def forecasts(
     found: Iterable[EngineRun],
     calibration: Calibration,
-    collectives: CollectiveCosts,
+    collectives: NcclCosts,
     known: Mapping[str, Collection[str]],
 ) -> list[Forecast]:
     """Return the predictions of runs.
@@ -151,7 +152,7 @@ def forecasts(
     ]
 
 
-def predict(run: EngineRun, calibration: Calibration, collectives: CollectiveCosts) -> dict[str, float]:
+def predict(run: EngineRun, calibration: Calibration, collectives: NcclCosts) -> dict[str, float]:
     """Return the predicted metrics of a run: all its requests arrive at once, and the scheduler serves them."""
     model = _step_model(run, calibration, collectives)
     config = SchedulerConfig(
@@ -210,7 +211,7 @@ def error_bars(found: Sequence[Forecast], metric: str) -> list[float]:
     return [math.hypot(each.kernel_errors[metric], beyond[each.run.family]) for each in found]
 
 
-def _kernel_errors(run: EngineRun, calibration: Calibration, collectives: CollectiveCosts) -> dict[str, float]:
+def _kernel_errors(run: EngineRun, calibration: Calibration, collectives: NcclCosts) -> dict[str, float]:
     sequences = -(-run.sequences // run.layout.pipeline_parallel)
     prompts = min(run.sequences, max(1, BATCH_TOKENS // run.prompt))
     prefill = StepWork(0, 0.0, ((run.prompt, 0),) * prompts, prompts)
@@ -238,5 +239,6 @@ def _blocks(run: EngineRun, calibration: Calibration, model: StepModel) -> int:
     return min(needed, memory.cache(run.most_sequences) // (memory.per_token * _BLOCK))
 
 
-def _step_model(run: EngineRun, calibration: Calibration, collectives: CollectiveCosts) -> StepModel:
-    return StepModel(preset(run.model), run.layout, calibration, collectives, run.quantization, run.algorithm)
+def _step_model(run: EngineRun, calibration: Calibration, collectives: NcclCosts) -> StepModel:
+    kind = NcclStepModel if run.algorithm == LIBRARY else StepModel
+    return kind(preset(run.model), run.layout, calibration, collectives, run.quantization)

@@ -19,13 +19,13 @@ from statistics import fmean
 from typing import NamedTuple
 
 from engine_runs import BARRED, METRICS, Forecast, error_bars, forecasts, runs
+from nccl_costs import NcclCosts
 
 from shotcast.collectives.registry import registered
 from shotcast.cost.collective import time_us
 from shotcast.errors import ConfigError
 from shotcast.hardware import cluster
 from shotcast.planner.calibration import FUSED_NORM, Calibration, load
-from shotcast.planner.collectives import CollectiveCosts
 from shotcast.wire import DTYPES, NodeShape, Op
 
 TITLES = {
@@ -102,7 +102,7 @@ def all_forecasts(folder: Path, part: str, cluster_name: str, algorithm: str = "
     """Return the predictions of all kept runs by the calibration of ``part``, scaled to the cluster's GPU."""
     described = cluster.load(cluster_name)
     calibration = load(part).scaled_to(described.gpu)
-    collectives = CollectiveCosts.on(described, calibration.link)
+    collectives = NcclCosts.on(described, calibration.link)
     return forecasts(
         runs(folder, algorithm), calibration, collectives, known_kernels(DATA / FOLDERS[part], calibration)
     )

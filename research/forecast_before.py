@@ -23,11 +23,11 @@ from typing import Any
 import forecast
 from engine_runs import ALGORITHMS, BARRED, METRICS, EngineRun, forecasts, systematic
 from gpu_timing import write
+from nccl_costs import NcclCosts
 
 from shotcast.errors import ConfigError
 from shotcast.hardware import cluster
 from shotcast.planner.calibration import load
-from shotcast.planner.collectives import CollectiveCosts
 from shotcast.planner.step import Layout
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "data" / "h200"
@@ -87,7 +87,7 @@ PLANNED = {
 def predicted(gpus: int) -> list[dict[str, Any]]:
     """Return a row for each run of so many GPUs."""
     calibration = load(PART)
-    collectives = CollectiveCosts.on(cluster.load(CLUSTER), calibration.link)
+    collectives = NcclCosts.on(cluster.load(CLUSTER), calibration.link)
     kept = forecast.all_forecasts(RESULTS, PART, CLUSTER)
     planned = {run_key(run): run for part in PLANNED[gpus].values() for run in part.runs()}
     rows = []

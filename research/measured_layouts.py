@@ -15,10 +15,10 @@ from statistics import fmean
 from engine_runs import EngineRun, predict, runs
 from external_answers import answer, batch_tokens_per_s
 from markdown_table import folded, table
+from nccl_costs import NcclCosts
 from published_layouts import CLUSTER, beside, name_of
 
 from shotcast.planner.calibration import Calibration
-from shotcast.planner.collectives import CollectiveCosts
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "data" / "h200"
 NAMES = ("measured", "predicted", "AIConfigurator")
@@ -49,7 +49,7 @@ class RunRow:
 
 def run_rows(calibration: Calibration) -> list[RunRow]:
     """Return the kept runs on 2 and 4 GPUs, in the order of their GPUs, models, sequences and layouts."""
-    own = CollectiveCosts.on(CLUSTER, calibration.link)
+    own = NcclCosts.on(CLUSTER, calibration.link)
     rows = []
     for run in runs(RESULTS):
         if run.layout.ranks == 1:

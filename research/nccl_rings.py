@@ -1,4 +1,4 @@
-"""The constants of NCCL's rings on one node, fitted to measured ones; ``shotcast/cost/nccl.py`` has the result."""
+"""The constants of NCCL's rings on one node, fitted to measured ones; ``nccl_model.py`` has the result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Published all-reduces of NCCL between nodes, beside what the model of ``shotcast/cost/nccl.py`` gives for them.
+"""Published all-reduces of NCCL between nodes, beside what the model of ``nccl_model.py`` gives for them.
 
 The rows are an external set (``benchmarks/data/external/nccl_between_nodes.json``, with a source for each system): no
 constant is fitted to them.
@@ -10,7 +10,8 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shotcast.cost import nccl
+import nccl_model
+
 from shotcast.cost.collective import INFINIBAND, NetworkCost
 from shotcast.units import format_size
 from shotcast.wire import NodeShape
@@ -24,7 +25,7 @@ class Published(NamedTuple):
     system: dict[str, Any]
     nbytes: int
     time_us: float
-    model: nccl.NcclChoice
+    model: nccl_model.NcclChoice
 
 
 def published() -> list[Published]:
@@ -33,9 +34,9 @@ def published() -> list[Published]:
     for system in json.loads(DATA.read_text())["systems"]:
         shape = NodeShape(system["nodes"], system["gpus_per_node"])
         network = NetworkCost(INFINIBAND.step_us, system["gbps_of_a_gpu"])
-        host = nccl.Host(tuple(system["compute_capability"]), system["cpu_vendor"])
+        host = nccl_model.Host(tuple(system["compute_capability"]), system["cpu_vendor"])
         for nbytes, time_us in system["times_us"].items():
-            model = nccl.between_nodes(int(nbytes), shape, network, host)
+            model = nccl_model.between_nodes(int(nbytes), shape, network, host)
             found.append(Published(system, int(nbytes), time_us, model))
     return found
 

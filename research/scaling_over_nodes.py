@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from markdown_table import folded, table
+from nccl_costs import NcclStepModel
 from sums_over_nodes import CLUSTERS, costs_on, in_16_bits
 
-from shotcast.collectives.algorithm import LIBRARY
 from shotcast.hardware import cluster
 from shotcast.models.presets import preset
 from shotcast.planner.calibration import Calibration
@@ -57,11 +57,11 @@ def scaling_rows(calibration: Calibration) -> list[ScalingRow]:
                     gpus = ours.gpus_per_node * nodes
                     tensor = Layout(gpus, 1)
                     forms = {
-                        TP_NCCL: (tensor, ours, LIBRARY),
-                        TP: (tensor, ours, "auto"),
-                        TP_NARROW: (tensor, in_16_bits(ours), "auto"),
-                        HYBRID: (Layout(ours.gpus_per_node, nodes), ours, "auto"),
-                        PP: (Layout(1, gpus), ours, "auto"),
+                        TP_NCCL: (tensor, ours, NcclStepModel),
+                        TP: (tensor, ours, StepModel),
+                        TP_NARROW: (tensor, in_16_bits(ours), StepModel),
+                        HYBRID: (Layout(ours.gpus_per_node, nodes), ours, StepModel),
+                        PP: (Layout(1, gpus), ours, StepModel),
                     }
                     if nodes == 1:
                         del forms[HYBRID]
@@ -79,7 +79,7 @@ def _seconds(
     calibration: Calibration,
     layout: Layout,
     collectives: CollectiveCosts,
-    algorithm: str,
+    kind: type[StepModel],
 ) -> float | None:
     """Return the seconds of all requests; None if they do not fit, or there are more stages than layers."""
     spec, config, (prompt, output) = cluster.load(name), preset(model), WORK[work]
@@ -90,7 +90,7 @@ def _seconds(
     if memory_of(query, layout).sequences(prompt + output) < SEQUENCES:
         return None
     constants = calibration.scaled_to(spec.gpu)
-    return batch_s(StepModel(config, layout, constants, collectives, quantization, algorithm), prompt, output)
+    return batch_s(kind(config, layout, constants, collectives, quantization), prompt, output)
 
 
 def batch_s(model: StepModel, prompt: int, output: int) -> float:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import forecast
+import nccl_model
 import published_nccl
 import scaling_pictures
 from external_answers import version
@@ -50,7 +51,6 @@ from sums_over_nodes import (
     thousand_nodes_table,
 )
 
-from shotcast.cost import nccl
 from shotcast.hardware import cluster
 from shotcast.planner.calibration import Calibration, load
 from shotcast.planner.plan import Limits, Plan
@@ -98,7 +98,7 @@ def study() -> Study:
 
 def constants_table(calibration: Calibration) -> str:
     """Return every constant but those of NCCL's own model, and its source."""
-    own, link, ratio = calibration.link, nccl.NVLINK_RINGS, "by the ratio of the data sheets"
+    own, link, ratio = calibration.link, nccl_model.NVLINK_RINGS, "by the ratio of the data sheets"
     body = [
         [
             "NVLink of the H200",
@@ -108,7 +108,7 @@ def constants_table(calibration: Calibration) -> str:
         [
             "NCCL on it",
             f"{link.fixed_us:.1f} us a call, {link.step_us:.2f} us a step, {link.bw_gbps:.0f} GB/s",
-            f"fitted to its rings, measured here on 2 and 4 H200, {nccl.RING_RESIDUAL:.0%} residual",
+            f"fitted to its rings, measured here on 2 and 4 H200, {nccl_model.RING_RESIDUAL:.0%} residual",
         ],
         [
             "NCCL between nodes",

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import external_answers
 from markdown_table import table
+from nccl_costs import NcclCosts
 from published_layouts import CLUSTER
 
-from shotcast.collectives.algorithm import LIBRARY
 from shotcast.planner.calibration import Calibration
-from shotcast.planner.collectives import CollectiveCosts
 from shotcast.units import format_size
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "data" / "h200"
@@ -34,13 +33,13 @@ class SumRow:
 
 def sum_rows(calibration: Calibration) -> list[SumRow]:
     """Return all of them."""
-    own = CollectiveCosts.on(CLUSTER, calibration.link)
+    own = NcclCosts.on(CLUSTER, calibration.link)
     rows = []
     for library, name in LIBRARIES.items():
         times = {(nbytes, ranks): external_answers.sums(library, ranks)[nbytes] for nbytes, ranks in KEYS}
         rows.append(SumRow(f"{name}, published", times))
     rows.append(SumRow("NCCL, measured here", _measured("nccl")))
-    rows.append(SumRow("NCCL, predicted", {key: own.all_reduce(*key, 2, LIBRARY).time_us for key in KEYS}))
+    rows.append(SumRow("NCCL, predicted", {key: own.nccl_sum(*key).time_us for key in KEYS}))
     rows.append(SumRow("ours, measured here", _measured("auto")))
     rows.append(SumRow("ours, predicted", {key: own.all_reduce(*key, 2).time_us for key in KEYS}))
     return rows

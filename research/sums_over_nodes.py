@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import nccl_model
 import published_nccl
 from markdown_table import folded, table
+from nccl_costs import NcclCosts
 from rounds.messages import exact_end_times
 from rounds.ranks import CollectiveCall, Fabric, exponential_jitter
 
 from shotcast.collectives.registry import registered
-from shotcast.cost import nccl
 from shotcast.cost.collective import NetworkCost
 from shotcast.hardware import cluster
 from shotcast.planner.calibration import Calibration
-from shotcast.planner.collectives import CollectiveCosts
 from shotcast.units import format_size
 from shotcast.wire import NodeShape
 
@@ -63,15 +63,15 @@ class NodeSumRow:
         return min(self.nccl_us.values()) / self.narrow_us
 
 
-def in_16_bits(costs: CollectiveCosts) -> CollectiveCosts:
+def in_16_bits(costs: NcclCosts) -> NcclCosts:
     """Return the costs of sums that pass between nodes in half the bytes of float32: a what-if, at twice the rate."""
     return replace(costs, network=NetworkCost(costs.network.step_us, 2 * costs.network.bw_gbps))
 
 
-def costs_on(name: str, calibration: Calibration) -> CollectiveCosts:
+def costs_on(name: str, calibration: Calibration) -> NcclCosts:
     """Return the costs of sums on a cluster, by the ratio of the data sheets."""
     spec = cluster.load(name)
-    return CollectiveCosts.on(spec, calibration.scaled_to(spec.gpu).link)
+    return NcclCosts.on(spec, calibration.scaled_to(spec.gpu).link)
 
 
 def node_sum_rows(calibration: Calibration) -> list[NodeSumRow]:
@@ -92,9 +92,9 @@ def node_sum_rows(calibration: Calibration) -> list[NodeSumRow]:
     return rows
 
 
-def _nccl_us(algorithm: str, nbytes: int, shape: NodeShape, costs: CollectiveCosts) -> float:
+def _nccl_us(algorithm: str, nbytes: int, shape: NodeShape, costs: NcclCosts) -> float:
     """Return the microseconds of NCCL's ring or tree by its fastest protocol."""
-    choices = nccl.choices(nbytes, shape, costs.network_over(shape.nodes), costs.host)
+    choices = nccl_model.choices(nbytes, shape, costs.network_over(shape.nodes), costs.host)
     return min(choice.time_us for choice in choices if choice.algorithm == algorithm)
 
 

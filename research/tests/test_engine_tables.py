@@ -10,11 +10,11 @@ from statistics import fmean
 import forecast
 import pytest
 from engine_runs import BARRED, Forecast, error_bars, others, predict, runs, systematic
+from nccl_costs import NcclCosts
 
 from shotcast.errors import ConfigError
 from shotcast.hardware import cluster
 from shotcast.planner.calibration import load
-from shotcast.planner.collectives import CollectiveCosts
 from shotcast.planner.step import MEASURED_BEYOND_KERNELS, Layout
 
 ROOT = Path(__file__).parent.parent.parent
@@ -152,7 +152,7 @@ def test_a_cache_without_room_for_all_sequences() -> None:
     (each,) = [each for each in measured() if each.run.sequences == 512 and each.run.quantization == "fp8"]
     assert abs(each.error("ttft_ms")) < 0.1
     calibration = load(PART)
-    collectives = CollectiveCosts.on(cluster.load(CLUSTER), calibration.link)
+    collectives = NcclCosts.on(cluster.load(CLUSTER), calibration.link)
     half = predict(replace(each.run, model="llama-3.1-70b:40"), calibration, collectives)
     assert 2 * half["ttft_ms"] < 0.95 * each.values["ttft_ms"]
 

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from statistics import fmean
 
-import published_nccl
 import pytest
 from gpu_calibration.least_squares import Fit
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nccl_rings import fit_rings
 
 from shotcast.collectives.registry import registered
-from shotcast.cost import nccl
-from shotcast.cost.collective import LinkCost, NetworkCost
+from shotcast.cost.collective import LinkCost
 from shotcast.cost.inference import DECODE_BEGINNING, KINDS, FusedNormCost, HostCost, KernelCost
 from shotcast.errors import ConfigError
 from shotcast.hardware import cluster
@@ -185,41 +180,6 @@ def test_several_nodes_take_the_network() -> None:
     with pytest.raises(ConfigError, match="no model of nvrar for 1x8 ranks"):
         collectives.all_reduce(1 << 14, 8, 2, "nvrar")
     assert collectives.all_reduce(1 << 14, 8, 2, "ring").algorithm == "ring"
-
-
-def test_the_library_is_nccl_by_its_measured_rings() -> None:
-    """Constants are those of the kept rings of 2 and 4 GPUs, scaled to other links, with their own residual."""
-    points = [
-        (row["world_size"], row["nbytes"], row["time_us"])
-        for ranks in (2, 4)
-        for row in json.loads((RESULTS / f"all_reduce_bf16_x{ranks}.json").read_text())["rows"]
-        if row["algorithm"] == "nccl_ring"
-    ]
-    fitted = fit_rings(points)
-    for name in ("fixed_us", "step_us", "bw_gbps"):
-        assert getattr(nccl.NVLINK_RINGS, name) == pytest.approx(getattr(fitted, name), rel=1e-3)
-    errors = [nccl.ring_us(nbytes, ranks, fitted) / time_us - 1 for ranks, nbytes, time_us in points]
-    assert math.sqrt(fmean(error**2 for error in errors)) == pytest.approx(nccl.RING_RESIDUAL, rel=0.05)
-    published = [row.model.time_us / row.time_us - 1 for row in published_nccl.published()]
-    assert math.sqrt(fmean(error**2 for error in published)) == pytest.approx(nccl.NETWORK_RESIDUAL, rel=0.05)
-    h200, a100 = (CollectiveCosts.on(cluster.load(name), costs()[0].link) for name in ("h200x8", "a100x8"))
-    found = h200.all_reduce(1 << 20, 4, 2, "vendor")
-    assert found == (nccl.ring_us(1 << 20, 4, nccl.NVLINK_RINGS), "vendor", nccl.RING_RESIDUAL)
-    assert a100.rings.bw_gbps == pytest.approx(h200.rings.bw_gbps * 300 / 450)
-    far = h200.all_reduce(1 << 20, 16, 2, "vendor")
-    wires = NetworkCost(5.0, 50.0)
-    assert far.time_us == pytest.approx(nccl.between_nodes(1 << 20, NodeShape(2, 8), wires).time_us)
-    assert far.residual == nccl.NETWORK_RESIDUAL
-
-
-def test_sums_of_the_library_are_followed_by_a_norm() -> None:
-    own, library = (
-        StepModel(preset("llama-3.1-70b"), Layout(4, 1), *costs(), algorithm=algorithm).stages(decode(16))[0].parts
-        for algorithm in ("auto", "vendor")
-    )
-    assert library["all_reduce"] > 2 * own["all_reduce"]
-    alone = StepModel(preset("llama-3.1-70b"), Layout(1, 1), *costs()).stages(decode(16))[0].parts
-    assert library["norm"] == alone["norm"] != own["norm"]
 
 
 @pytest.mark.parametrize(

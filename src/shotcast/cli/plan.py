@@ -42,7 +42,7 @@ def plan(
         str, typer.Option(help="latency, throughput, or bounds in ms such as ttft=500,tpot=20.")
     ] = "throughput",
     algorithm: Annotated[
-        str, typer.Option(callback=with_underscores, help="The sums: auto, vendor (NCCL), or one of ours.")
+        str, typer.Option(callback=with_underscores, help="The sums: auto, or one of our algorithms.")
     ] = "auto",
     engines: Annotated[
         int | None, typer.Option(min=1, help="Equal engines; 1 as --layout auto. Default: any number.")

@@ -62,7 +62,7 @@ _NODE_FIGURES = {
     "inter_rack_latency": _SECONDS,
     "num_nics_per_node": _COUNT,
 }
-_OTHER_NODE_FIELDS = ("name", "source", "cpu_vendor", "inter_node_name", "inter_node_source", "pcie_bw")
+_OTHER_NODE_FIELDS = ("name", "source", "inter_node_name", "inter_node_source", "pcie_bw")
 _SWITCH_FIGURES = {"num_nodes_per_leaf": _COUNT, "oversubscription": ("", 1e-3, 1e3), "hop_latency": _SECONDS}
 _TOP_FIELDS = ("name", "gpu", "node", "switch", "misc", "data_dir")
 _ASTRA_FIGURES = {"npus_count": _COUNT, "bandwidth": ("GB/s", 1e-3, 1e6), "latency": ("ns", 1e-3, 1e9)}
@@ -70,7 +70,6 @@ _ASTRA_FIELDS = {"topology", *_ASTRA_FIGURES}
 _ASTRA_GIGA = 1 << 30
 _ASTRA_LINKS = {"Ring": 1, "FullyConnected": 1, "Switch": 2}
 """Links that a message crosses in a dimension, each with its latency; on a ring, to the neighbor."""
-CPU_VENDORS = ("intel", "amd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +115,6 @@ class Cluster:
     network: NetworkSpec | None  # what joins nodes; None where there is one node
     nodes: int | None = None  # how many there are; None for as many as are asked for
     link_latency_us: float | None = None  # microseconds of a step within a node; None for those of the calibration
-    cpu_vendor: str = "intel"  # of the hosts, "intel" or "amd"; NCCL takes another rate of short messages for each
     # those of one host; fewer where the link joins several hosts of a rack. None for all of a node
     gpus_per_host: int | None = None
 
@@ -160,11 +158,8 @@ def parse(text: str, origin: str) -> Cluster:
     network = _network(fields, node, gpu.link)
     if network is not None and _is_rack(node, gpu.link):
         gpus_per_node, gpus_per_host = node.count("num_gpus_per_rack"), gpus_per_node
-    vendor = node.text("cpu_vendor", "intel")
-    if vendor not in CPU_VENDORS:
-        raise ConfigError(f"{node.origin}: cpu_vendor must be one of {', '.join(CPU_VENDORS)}, not {shorten(vendor)}")
     name = fields.text("name", Path(origin).stem)
-    return Cluster(name, gpu, gpus_per_node, network, cpu_vendor=vendor, gpus_per_host=gpus_per_host)
+    return Cluster(name, gpu, gpus_per_node, network, gpus_per_host=gpus_per_host)
 
 
 def _is_rack(node: Fields, link: LinkSpec) -> bool:

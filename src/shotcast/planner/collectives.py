@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from shotcast.collectives.algorithm import LIBRARY, Algorithm
+from shotcast.collectives.algorithm import Algorithm
 from shotcast.collectives.registry import registered
-from shotcast.cost import nccl
 from shotcast.cost.collective import NO_NETWORK, LinkCost, NetworkCost, time_us
 from shotcast.errors import ConfigError
 from shotcast.hardware.cluster import Cluster, NetworkSpec
@@ -19,7 +18,6 @@ class CollectiveTime(NamedTuple):
 
     time_us: float  # in microseconds
     algorithm: str  # the one that takes it
-    residual: float | None = None  # of the model, as a part of the time; None for that of the calibrated link
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,23 +30,15 @@ class CollectiveCosts:
     # the description of the network; where ranks fill several leaves of switches, all their messages between nodes are
     # priced as those of another leaf. None for one network of all nodes
     wires: NetworkSpec | None = field(default=None, kw_only=True)
-    rings: LinkCost = field(default=nccl.NVLINK_RINGS, kw_only=True)  # constants of NCCL's rings within a node
-    host: nccl.Host = field(default=nccl.HOPPER, kw_only=True)  # what NCCL's model of several nodes takes besides
 
     @classmethod
     def on(cls, cluster: Cluster, link: LinkCost) -> CollectiveCosts:
-        """Return the constants of a cluster with a calibrated link; the cluster's step latency overrides the link's.
-
-        NCCL's measured bandwidth is scaled by the ratio of the links' data-sheet figures.
-        """
+        """Return the constants of a cluster with a calibrated link; the cluster's step latency overrides the link's."""
         wires = cluster.network
         network = NO_NETWORK if wires is None else NetworkCost(wires.latency_us, wires.bw_gbps)
         if cluster.link_latency_us is not None:
             link = replace(link, step_us=cluster.link_latency_us)
-        bw_gbps = nccl.NVLINK_RINGS.bw_gbps * cluster.gpu.link.paper_bw_gbps / nccl.NVLINK_RINGS_GBPS
-        rings = replace(nccl.NVLINK_RINGS, bw_gbps=bw_gbps)
-        host = nccl.Host(cluster.gpu.compute_capability, cluster.cpu_vendor)
-        return cls(link, network, cluster.gpus_per_node, wires=wires, rings=rings, host=host)
+        return cls(link, network, cluster.gpus_per_node, wires=wires)
 
     def network_over(self, nodes: int) -> NetworkCost:
         """Return the network constants between this many consecutive nodes."""
@@ -68,14 +58,9 @@ class CollectiveCosts:
     def all_reduce(self, nbytes: int, ranks: int, itemsize: int, algorithm: str = "auto") -> CollectiveTime:
         """Return the time of a sum with the fastest algorithm that ``auto`` may select, or with a named one.
 
-        ``vendor`` is NCCL, by :mod:`shotcast.cost.nccl`.
-
         Raises ConfigError if the named algorithm does not serve such ranks.
         """
         shape = self.shape(ranks)
-        if algorithm == LIBRARY:
-            time = nccl.all_reduce_us(nbytes, shape, self.rings, self.network_over(shape.nodes), self.host)
-            return CollectiveTime(time, LIBRARY, nccl.RING_RESIDUAL if shape.nodes == 1 else nccl.NETWORK_RESIDUAL)
         serving = [one for one in registered().values() if one.name == algorithm or may_be_chosen(one, shape)]
         if algorithm != "auto":
             serving = [one for one in serving if one.name == algorithm and Op.ALL_REDUCE in one.forms]
@@ -103,11 +88,11 @@ class CollectiveCosts:
 
 
 def modelled_algorithms() -> tuple[str, ...]:
-    """Return the algorithm names for which sums can be priced: ``auto``, our GPU algorithms, and the library's."""
+    """Return the algorithm names for which sums can be priced: ``auto`` and our GPU algorithms."""
     own = (one for one in registered().values() if Op.ALL_REDUCE in one.forms and not one.library)
     forms = {one.name: one.forms[Op.ALL_REDUCE] for one in own if not (one.lossy or one.multicast)}
     named = (name for name, form in forms.items() if form.triton and not (form.keeps_to_sms or form.shared_from))
-    return ("auto", *named, LIBRARY)
+    return ("auto", *named)
 
 
 def may_be_chosen(algorithm: Algorithm, shape: NodeShape) -> bool:

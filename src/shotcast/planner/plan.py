@@ -27,7 +27,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from shotcast.collectives.algorithm import LIBRARY
 from shotcast.collectives.registry import registered
 from shotcast.cost.inference import FullClock
 from shotcast.errors import ConfigError
@@ -98,7 +97,7 @@ class Limits:
     sequences: int = MOST_SEQUENCES  # those that are computed together, at most
     batch_tokens: int = BATCH_TOKENS  # tokens of a step at most
     utilization: float = 0.9  # the part of a GPU's memory that an engine may use
-    algorithm: str = "auto"  # of the sums; ``auto`` for the fastest of our own, ``vendor`` for NCCL
+    algorithm: str = "auto"  # of the sums; ``auto`` for the fastest of our own
     # bytes of an element of a key or value, with its part of their scale; None for those of an activation
     kv_item: float | None = None
 
@@ -269,8 +268,6 @@ def plan(
         candidates: layouts, and the number of engines of each; all :func:`layouts` by default.
         collectives: the cost of sums, if it differs from our algorithms' cost by the calibration.
     """
-    if calibration.device == "cpu" and query.limits.algorithm == LIBRARY:
-        raise ConfigError("the model of the library's sums is NCCL's, and CPU ranks have Gloo; leave the algorithm out")
     constants = calibration.scaled_to(query.cluster.gpu).of_ranks(query.gpus)
     collectives = collectives or CollectiveCosts.on(query.cluster, constants.link)
     points: list[Point] = []
@@ -279,8 +276,7 @@ def plan(
         name = f"{layout}" if engines == 1 else f"{layout} x {engines}"
         try:
             require_place(query, layout)
-            if query.limits.algorithm != LIBRARY:
-                require_served(layout, collectives)
+            require_served(layout, collectives)
             model = step_model(
                 query.model,
                 layout,

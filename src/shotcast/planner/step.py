@@ -21,7 +21,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from shotcast.collectives.algorithm import LIBRARY
 from shotcast.cost.inference import (
     FP8,
     MOST_WIDE_ROWS,
@@ -177,7 +176,7 @@ class StepModel:
 
     Args:
         quantization: ``fp8`` for products of layers in FP8; "" for bfloat16.
-        algorithm: the algorithm of sums; ``auto`` for our fastest, ``vendor`` for NCCL.
+        algorithm: the algorithm of sums; ``auto`` for our fastest.
         kv_item: bytes of a key or value, if different from an activation's.
     """
 
@@ -335,10 +334,7 @@ class StepModel:
         fp8 = FP8 if self._fp8 and rows > MOST_WIDE_ROWS else ""
         if self.layout.tensor_parallel == 1:
             return {"norm": self._norm(rows, fp8)}
-        summed = self._summed(nbytes)
-        if self._algorithm == LIBRARY:  # whose sums are followed by a norm of one rank
-            return {"all_reduce": summed, "norm": self._norm(rows, fp8)}
-        return self._fused(nbytes, summed, fp8)
+        return self._fused(nbytes, self._summed(nbytes), fp8)
 
     def _fused(self, nbytes: int, summed: Priced, fp8: str) -> dict[str, Priced]:
         """Return the prices of a sum and of its fused residual and norm.
@@ -362,8 +358,7 @@ class StepModel:
 
     def _summed(self, nbytes: int) -> Priced:
         summed = self._collectives.all_reduce(nbytes, self.layout.tensor_parallel, self.itemsize, self._algorithm)
-        residual = self._calibration.residual(LINK) if summed.residual is None else summed.residual
-        return Priced(summed.time_us, residual)
+        return Priced(summed.time_us, self._calibration.residual(LINK))
 
     def _embed(self, stage: Estimate, work: StepWork) -> None:
         nbytes = work.rows * self.model.hidden * self.itemsize

@@ -14,9 +14,9 @@ limited by its channels; :math:`c(M)` is NCCL's empirical correction for trees. 
 half of the bandwidth and which the host's CPU limits; medium ones use LL128; long ones use Simple, whose steps take
 longest.
 
-The model is NCCL's, so nothing is fitted here; ``tests/cost/test_nccl.py`` compares it with times that NCCL printed and
-with published measurements, which are up to twice as long for short messages on two nodes, and close elsewhere. It
-covers neither NVLink multicast, which this package leaves off, nor in-switch reductions.
+The model is NCCL's, so nothing is fitted here; ``research/tests/test_nccl_model.py`` compares it with times that NCCL
+printed and with published measurements, which are up to twice as long for short messages on two nodes, and close
+elsewhere. It covers neither NVLink multicast, which this package leaves off, nor in-switch reductions.
 
 Within one node the times come from measured rings: :math:`T = f + 2 (N - 1)\, a + 2 \frac{N-1}{N} M / b`.
 
