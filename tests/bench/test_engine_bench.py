@@ -32,17 +32,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.full
-def test_layouts_batches_and_baseline(folder: Path, tmp_path: Path) -> None:
+def test_layouts_and_batches(folder: Path, tmp_path: Path) -> None:
     stored, picture = tmp_path / "a.json", tmp_path / "a.png"
     options = ["--layouts", "1x1,2x1", "--batches", "1,3", "--prompt", "8", "--output", "33", "--rounds", "1"]
     outputs = ["--json", str(stored), "--plot", str(picture)]
-    arguments = ["bench", "engine", str(folder), "--algorithms", "auto,nccl", "--baseline", *options, *outputs]
+    arguments = ["bench", "engine", str(folder), "--algorithms", "auto,nccl", *options, *outputs]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     document = json.loads(stored.read_text())
     rows = [engine_report.EngineRow(**row) for row in document["rows"]]
     assert [(row.layout, row.algorithm, row.batch) for row in rows] == [
-        *[("1x1", "transformers", batch) for batch in (1, 3)],
         *[("1x1", "auto", batch) for batch in (1, 3)],
         *[("2x1", algorithm, batch) for algorithm in ("auto", "nccl") for batch in (1, 3)],
     ]
@@ -62,11 +61,10 @@ def test_layouts_batches_and_baseline(folder: Path, tmp_path: Path) -> None:
         assert (row.communication > 0) == (row.layout == "2x1")
     assert document["environment"]["cpu_model"]
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert "transformers" in result.output
     assert "2x1" in result.output
     assert engine_report.read(stored) == tuple(rows)
     shown = engine_report.cells(rows)
-    assert shown[0][:3] == ("1x1", "transformers", "1")
+    assert shown[0][:3] == ("1x1", "-", "1")
     assert f"{rows[-1].tpot_ms:.2f}" in shown[-1]
 
 
@@ -126,15 +124,14 @@ def test_the_roofline_counts_matrices_as_gpus_keep_them() -> None:
     model = replace(preset("llama-3.1-8b"), stored_bytes=0.5)
     zeros = dict.fromkeys(("ttft_ms", "tpot_ms", "tokens_per_s", "communication"), 0.0)
 
-    def roofline_ms(algorithm: str, stored: bool, device: str) -> float:
+    def roofline_ms(stored: bool, device: str) -> float:
         given = model if stored else replace(model, stored_bytes=None)
-        point = engine_bench.Layout(1, 1), algorithm, 1, "bfloat16", 1000.0, 1.0
-        return engine_bench._row(replace(config, device=device), given, *point, **zeros).roofline_ms
+        point = engine_bench.Layout(1, 1), "auto", 1, "bfloat16", 1000.0, 1.0
+        return engine_bench.row_of(replace(config, device=device), given, *point, **zeros).roofline_ms
 
-    plain = roofline_ms("auto", False, "cuda")
-    assert roofline_ms("auto", True, "cuda") < 0.4 * plain  # a quarter, and the head
-    assert roofline_ms("transformers", True, "cuda") == plain
-    assert roofline_ms("auto", True, "cpu") == roofline_ms("auto", False, "cpu")
+    plain = roofline_ms(False, "cuda")
+    assert roofline_ms(True, "cuda") < 0.4 * plain  # a quarter, and the head
+    assert roofline_ms(True, "cpu") == roofline_ms(False, "cpu")
 
 
 @pytest.mark.parametrize("text", ["4", "4x", "0x1", "ax1", "1x1x1"])

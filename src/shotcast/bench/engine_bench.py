@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shotcast.bench.baselines import NCCL_FAVOURABLE
-from shotcast.bench.engine_report import TRANSFORMERS, EngineRow
+from shotcast.bench.engine_report import EngineRow
 from shotcast.bench.progress import progress
 from shotcast.collectives.algorithm import LIBRARY
 from shotcast.collectives.communicator import Communicator
@@ -39,7 +39,7 @@ from shotcast.errors import ConfigError
 from shotcast.launcher.spawn import spawn
 from shotcast.models.config import ModelConfig
 from shotcast.models.memory_estimate import kv_bytes_per_token, weight_bytes
-from shotcast.models.source import find_model, open_checkpoint
+from shotcast.models.source import open_checkpoint
 from shotcast.planner.step import Layout
 
 _NCCL = {**NCCL_FAVOURABLE, "SHOTCAST_CHECK_VENDOR": "0"}
@@ -60,8 +60,8 @@ def benchmark_algorithms() -> dict[str, str]:
 class EngineBenchConfig:
     """The points to measure: each batch with each algorithm and each overlap mode, on each layout.
 
-    With ``baseline``, Transformers is measured first. With ``speculative_config``, every engine is measured without and
-    with it. Prompts repeat ``period`` random tokens; 0 for random tokens throughout.
+    With ``speculative_config``, every engine is measured without and with it. Prompts repeat ``period`` random tokens;
+    0 for random tokens throughout.
     """
 
     model: str
@@ -73,7 +73,6 @@ class EngineBenchConfig:
     rounds: int
     device: str
     dtype: str = ""
-    baseline: bool = False
     quantization: str = ""
     overlaps: tuple[str, ...] = ("auto",)
     speculative_config: str = ""
@@ -128,7 +127,7 @@ def with_layouts(
 def measure(config: EngineBenchConfig, shown: bool = False) -> Iterator[EngineRow]:
     """Measure all points of a configuration, with one engine for each layout and algorithm."""
     engines = list(_engines(config))
-    with progress(len(engines) * len(config.batches) + config.baseline, shown) as advance:
+    with progress(len(engines) * len(config.batches), shown) as advance:
         yield from _measure(config, engines, advance)
 
 
@@ -148,10 +147,6 @@ def _measure(
 ) -> Iterator[EngineRow]:
     most = max(layout.ranks for layout in config.layouts)
     config = replace(config, device=select_device(EngineConfig(config.model, most, device=config.device)).device)
-    if config.baseline:
-        advance(TRANSFORMERS)
-        # in a process of its own, so that its memory and threads are gone before the next measurement
-        yield from spawn(transformers_rows, 1, config)[0]
     bandwidths: dict[int, float] = {}
     for layout, algorithm, overlap, speculation, name in engines:
         batches = [f"{name}, {batch} request{'s' * (batch > 1)}" for batch in config.batches]
@@ -204,69 +199,6 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
     finally:
         for name in new:
             del os.environ[name]
-
-
-def transformers_rows(config: EngineBenchConfig) -> list[EngineRow]:
-    """Measure the batches with ``generate`` of Hugging Face Transformers.
-
-    The weights, the dtype, the length of the prompts and the number of threads are the same as for the engine.
-    """
-    from transformers import AutoModelForCausalLM, StoppingCriteriaList
-
-    path = find_model(config.model)
-    folder, options = (path, {}) if path.is_dir() else (path.parent, {"gguf_file": path.name})
-    dtype = config.dtype or ("float32" if config.device == "cpu" else "bfloat16")
-    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), local_files_only=True, **options)
-    loaded = loaded.eval().to(config.device)
-    bandwidth = read_bandwidth_gbps(config.device)
-    checkpoint = open_checkpoint(config.model)
-    rows = []
-    for batch in config.batches:
-        numbers = torch.Generator().manual_seed(batch)
-
-        def token_times(length: int, batch: int = batch, numbers: torch.Generator = numbers) -> list[float]:
-            """Return the seconds until each token arrives."""
-            prompts = torch.randint(checkpoint.config.vocab, (batch, config.prompt), generator=numbers).to(
-                config.device
-            )
-            times: list[float] = []
-
-            def record_time(tokens: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
-                times.append(time.perf_counter() - started)
-                return torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
-
-            started = time.perf_counter()
-            loaded.generate(
-                prompts,
-                attention_mask=torch.ones_like(prompts),
-                max_new_tokens=length,
-                min_new_tokens=length,
-                do_sample=False,
-                pad_token_id=0,
-                stopping_criteria=StoppingCriteriaList([record_time]),
-            )
-            return times
-
-        token_times(2)
-        runs = [token_times(config.output) for _ in range(config.rounds)]
-        rows.append(
-            _row(
-                config,
-                checkpoint.config,
-                Layout(1, 1),
-                TRANSFORMERS,
-                batch,
-                dtype,
-                bandwidth,
-                ttft_ms=median(run[0] for run in runs) * 1e3,
-                tpot_ms=median((run[-1] - run[0]) / (config.output - 1) for run in runs) * 1e3,
-                itl_ms=median(after - before for run in runs for before, after in itertools.pairwise(run)) * 1e3,
-                tokens_per_s=median(batch * config.output / run[-1] for run in runs),
-                communication=0.0,
-            )
-        )
-    checkpoint.close()
-    return rows
 
 
 def read_bandwidth_gbps(device: str) -> float:
@@ -335,7 +267,7 @@ def point(
     before, after = stats[:2] if config.device == "cuda" else stats[1:]
     ttft_ms = median(sum((output.ttft_s or 0.0) for output in outputs) / batch for outputs, _ in rounds) * 1e3
     tpot_ms = median(sum((output.tpot_s or 0.0) for output in outputs) / batch for outputs, _ in rounds) * 1e3
-    return _row(
+    return row_of(
         config,
         model,
         layout,
@@ -360,7 +292,7 @@ def _gaps_s(rounds: list[tuple[list[RequestOutput], float]]) -> list[float]:
     return [later - earlier for earlier, later in pairs if later > earlier]
 
 
-def _row(
+def row_of(
     config: EngineBenchConfig,
     model: ModelConfig,
     layout: Layout,
@@ -377,12 +309,10 @@ def _row(
     """
     item = getattr(torch, dtype).itemsize
     cache_item = 4 if config.device == "cpu" else item
-    quantization = "" if algorithm == TRANSFORMERS else config.quantization
     # only the embeddings of the batch's tokens are read, unless the matrix is also the output head
     not_read = 0 if model.tied else model.vocab * model.hidden * item
-    keeps = config.device == model.stored_on and model.stored_bytes is not None and algorithm != TRANSFORMERS
-    kept = "stored" if keeps else ""
-    weights = weight_bytes(model, item, quantization=quantization or kept) - not_read
+    stored = "stored" if config.device == model.stored_on and model.stored_bytes is not None else ""
+    weights = weight_bytes(model, item, quantization=config.quantization or stored) - not_read
     a_token = kv_bytes_per_token(model, cache_item, model.kv_heads, model.layers)
     concurrent = max(1.0, batch / layout.pipeline_parallel)
     cache_bytes = concurrent * (config.prompt + config.output // 2) * a_token
@@ -393,6 +323,6 @@ def _row(
         roofline_ms=roofline_ms,
         roofline=roofline_ms / itl_ms,
         bandwidth_gbps=bandwidth,
-        quantization=quantization,
+        quantization=config.quantization,
         **measured,
     )

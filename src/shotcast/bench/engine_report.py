@@ -16,7 +16,7 @@ from shotcast.errors import ConfigError
 from shotcast.planner.picture import check_format
 
 TRANSFORMERS = "transformers"
-"""The algorithm named in rows that were measured with ``generate`` of Hugging Face Transformers."""
+"""The algorithm named in rows of ``research/time_transformers.py``."""
 
 
 @dataclass(frozen=True, slots=True)

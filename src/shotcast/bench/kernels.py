@@ -11,7 +11,7 @@ import importlib.resources
 from collections.abc import Iterable, Sequence
 
 from shotcast.bench import implementations
-from shotcast.bench.engine_report import TRANSFORMERS, EngineRow
+from shotcast.bench.engine_report import EngineRow
 from shotcast.bench.report import Row
 from shotcast.collectives import fingerprints
 from shotcast.collectives.algorithm import LIBRARY
@@ -39,7 +39,7 @@ def of_engine(rows: Sequence[EngineRow]) -> dict[str, str]:
     names = dict.fromkeys(_modules(device))
     for row in rows:
         tensor, pipeline = (int(part) for part in row.layout.split("x"))
-        if tensor * pipeline == 1 or row.algorithm == TRANSFORMERS:
+        if tensor * pipeline == 1:
             continue
         for op in _ENGINE_OPS:
             names |= dict.fromkeys(_collective(op, row.algorithm, NodeShape(1, tensor * pipeline)))

@@ -242,9 +242,6 @@ def _engine_command(
     period: Annotated[
         int, typer.Option(help="Random tokens that each prompt repeats. Default: all tokens are random.")
     ] = 0,
-    baseline: Annotated[
-        bool, typer.Option("--baseline", help="Also time the generate method of Transformers.")
-    ] = False,
     json_file: JsonFile = None,
     plot_file: PlotFile = None,
 ) -> None:
@@ -264,7 +261,6 @@ def _engine_command(
         rounds,
         device.value,
         dtype,
-        baseline,
         quantization,
         names_in(overlap),
         speculative_config,
