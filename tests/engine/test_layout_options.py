@@ -1,4 +1,4 @@
-"""Layouts as options: in one word or two, never twice, and the same after a restart."""
+"""Layouts as options: in one word or two, and never twice."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from shotcast.cli.engine_options import as_started
 from shotcast.engine.config import EngineConfig
 from shotcast.errors import ConfigError
 
@@ -44,11 +43,3 @@ def test_a_layout_in_one_word() -> None:
         EngineConfig("m", layout="4x2", tensor_parallel=2)
     with pytest.raises(ConfigError, match="layout auto and"):
         EngineConfig("m", layout="auto", tensor_parallel=2)
-
-
-def test_a_restart_keeps_device_and_layout() -> None:
-    options = {"model": "m", "layout": "auto", "target": "latency", "device": "auto", "max_num_seqs": 4}
-    config = EngineConfig("m", device="cuda", layout="auto", target="latency", max_num_seqs=4).divided("4x2")
-    again = as_started(options, config)
-    assert EngineConfig.from_options(**again) == config
-    assert EngineConfig.from_options(**as_started(again, config)) == config

@@ -239,20 +239,3 @@ def test_a_signal_while_the_model_loads(tmp_path: Path, number: signal.Signals) 
         process.kill()
         process.wait()
         shutil.rmtree(folder)
-
-
-@pytest.mark.full
-def test_restart_serves_again_after_a_killed_rank() -> None:
-    server = Served("--restart")
-    try:
-        assert complete(server.client(), PROMPTS[0], 4).startswith(" Paris")
-        first = server.port
-        server._found.clear()
-        os.kill(server.ranks()[0], signal.SIGKILL)
-        assert server._found.wait(200)
-        assert server.process.poll() is None
-        assert server.port == first
-        assert complete(server.client(), PROMPTS[0], 4).startswith(" Paris")
-        assert server.stop() == 0
-    finally:
-        server.end()

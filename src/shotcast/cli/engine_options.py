@@ -6,16 +6,13 @@ import contextlib
 import gc
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from shotcast.cli.options import Device, DeviceOption, dtypes_named, with_underscores
 from shotcast.launcher import rank_server
-
-if TYPE_CHECKING:
-    from shotcast.engine.config import EngineConfig
 
 Model = Annotated[
     str,
@@ -117,13 +114,6 @@ def sampling(
 ) -> dict[str, Any]:
     """Return the sampling options that were given."""
     return {name: value for name, value in locals().items() if value is not None}
-
-
-def as_started(options: dict[str, Any], config: EngineConfig) -> dict[str, Any]:
-    """Return the options that restart an engine on the same kind of device in the same layout."""
-    planned = ("tensor_parallel", "pipeline_parallel", "target", "workload")
-    kept = {name: value for name, value in options.items() if name not in planned}
-    return kept | {"device": config.device, "layout": f"{config.tensor_parallel}x{config.pipeline_parallel}"}
 
 
 def say(text: str) -> None:

@@ -12,9 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from shotcast import extras
-from shotcast.cli.engine_options import GenerationConfig, Model, as_started, engine, importing, say, sums
+from shotcast.cli.engine_options import GenerationConfig, Model, engine, importing, say, sums
 from shotcast.cli.options import with_groups
-from shotcast.errors import ConfigError
 
 
 def _since_start() -> float:
@@ -65,14 +64,13 @@ def serve(
         list[str] | None, typer.Option(help="An origin of web pages that may use the server, or *. Repeatable.")
     ] = None,
     drain: Annotated[float, typer.Option(help="Seconds that running requests have to finish at shutdown.")] = 10.0,
-    restart: Annotated[bool, typer.Option("--restart", help="Restart the ranks when one dies.")] = False,
 ) -> None:
     """Serve a model with the OpenAI HTTP API: /v1/completions, /v1/chat/completions, /metrics."""
     extras.require("server", "shotcast serve")
     with importing():
         from shotcast.engine.async_llm import AsyncLLM
         from shotcast.engine.tokenizer import Tokenizer
-        from shotcast.server.main import ServerConfig, bind, refuse_requests, run, run_with_restarts
+        from shotcast.server.main import ServerConfig, bind, refuse_requests, run
         from shotcast.units import parse_size
 
     options: dict[str, Any] = {
@@ -105,9 +103,6 @@ def serve(
 
     from shotcast import env
 
-    job = env.job()
-    if restart and job is not None:
-        raise ConfigError("--restart is for ranks that this process starts; torchrun has --max-restarts for its own")
     Tokenizer.find(model)
     # until the server listens and handles these signals itself, exit in order
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -116,26 +111,14 @@ def serve(
     # at INFO, it would say that a server shuts down whenever an engine has started
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
 
-    first = True
-
     def listening(bound: int) -> None:
-        nonlocal first
-        ready = f", ready {_since_start():.1f} s after the command" if first else ""
-        first = False
-        say(f"serving {model} at http://{host}:{bound}/v1{ready}")
+        say(f"serving {model} at http://{host}:{bound}/v1, ready {_since_start():.1f} s after the command")
 
-    def start() -> AsyncLLM:
-        nonlocal options
-        llm = AsyncLLM(**options)
-        options = as_started(options, llm.config)
-        return llm
-
+    job = env.job()
     if job is not None and job.rank != 0:
-        start()  # which serves rank 0, and does not return
-    if restart:
-        raise typer.Exit(run_with_restarts(start, config, listening))
+        AsyncLLM(**options)  # which serves rank 0, and does not return
     with bind(config) as address:
         say(f"loading {model}; requests are answered with status 503 until it is ready")
         with refuse_requests(address, config):
-            llm = start()
+            llm = AsyncLLM(**options)
         raise typer.Exit(run(llm, config, listening, address))

@@ -1,4 +1,4 @@
-"""The server process: it listens, watches its engine, restarts it if asked, and shuts down in order."""
+"""The server process: it listens, watches its engine, and shuts down in order."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import asyncio
 import contextlib
 import gc
 import logging
-import math
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
@@ -18,7 +16,7 @@ import uvicorn
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from shotcast.errors import ConfigError, EngineDead
+from shotcast.errors import ConfigError
 from shotcast.server.api_error import ApiError
 from shotcast.server.app import create_app
 from shotcast.server.config import ServerConfig
@@ -31,11 +29,6 @@ logger = logging.getLogger(__name__)
 
 FLUSH_S = 5
 """Seconds to send the last responses to slow clients, after all requests have ended."""
-MAX_FAILURES = 8
-"""The number of consecutive engine deaths and failed starts after which the server gives up."""
-STABLE_S = 60.0
-"""Seconds of service after which an engine resets the count of failures."""
-_FIRST_PAUSE_S, _MAX_PAUSE_S = 1.0, 30.0
 _HEADERS = {"Retry-After": "1", "Connection": "close"}
 """Headers that make a client's next request use a new connection, which the server may take over."""
 
@@ -138,55 +131,6 @@ def _settings(app: ASGIApp, grace_s: int) -> uvicorn.Config:
 
 def _cannot_listen(config: ServerConfig, error: OSError) -> ConfigError:
     return ConfigError(f"cannot listen on {config.host}, port {config.port}: {error}")
-
-
-def run_with_restarts(
-    start: Callable[[], AsyncLLM],
-    config: ServerConfig,
-    on_listening: Callable[[int], None] | None = None,
-    pause: Callable[[float], None] = time.sleep,
-    clock: Callable[[], float] = time.monotonic,
-) -> int:
-    """Serve like :func:`run`, but when an engine dies, start another one that serves at the same port.
-
-    Clients can connect from the start; until an engine is ready, they get 503.
-
-    If the new engine dies soon or cannot be started, for example because the memory of the dead one is not free yet,
-    the pause before the next one doubles. The first engine must start, since its problem is unlikely to be temporary.
-
-    Returns the exit code: 0 after a signal, 1 after MAX_FAILURES failures in a row, the last one a death. Raises
-    ConfigError or EngineDead if the first engine, or the last of MAX_FAILURES in a row, could not start or listen.
-    """
-    failures = 0
-    since = math.inf  # when the engine began to serve
-    served = False
-
-    def listening(port: int) -> None:
-        nonlocal since, served
-        since, served = clock(), True
-        if on_listening is not None:
-            on_listening(port)
-
-    with bind(config) as address:
-        while True:
-            since = math.inf
-            try:
-                with refuse_requests(address, config):
-                    if failures:
-                        pause_s = min(_FIRST_PAUSE_S * 2 ** (failures - 1), _MAX_PAUSE_S)
-                        logger.info("starting the engine again in %g s", pause_s)
-                        pause(pause_s)
-                    engine = start()
-                if run(engine, config, listening, address.dup()) == 0:
-                    return 0
-            except (ConfigError, EngineDead) as error:
-                if not served or failures + 1 == MAX_FAILURES:
-                    raise
-                logger.error("the engine could not be started again: %s", error)
-            failures = 1 if clock() - since >= STABLE_S else failures + 1
-            if failures == MAX_FAILURES:
-                logger.error("%d engines in a row died or could not be started: giving up", MAX_FAILURES)
-                return 1
 
 
 @contextlib.contextmanager
