@@ -3,8 +3,8 @@
     python examples/07_train.py
     torchrun --nproc-per-node 2 examples/07_train.py
 
-Each rank has its own batches. The hook averages each bucket of gradients in a thread (on GPUs: on a stream) while the
-backward computes the next, in the order of ranks, so the parameters have the same bits on all ranks and on every run.
+Each rank has its own batches. DistributedDataParallel averages buckets of gradients over the backend in a thread (on
+GPUs: on a stream) while the backward goes on, so the parameters have the same bits on all ranks and on every run.
 """
 
 import torch
@@ -35,27 +35,31 @@ class NextLetter(nn.Module):
 
 
 def work() -> str:
-    with shotcast.Communicator() as comm:
-        torch.manual_seed(0)  # the same model on all ranks
-        data = torch.tensor([LETTERS.index(letter) for letter in TEXT * 2], device=comm.device)
-        model = DistributedDataParallel(NextLetter().to(comm.device), bucket_cap_mb=0.1)
-        state = shotcast.overlap.GradientBuckets(comm)
-        model.register_comm_hook(state, shotcast.overlap.average_gradients)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        batches = torch.Generator().manual_seed(comm.rank)
-        losses = []
-        for _ in range(STEPS):
-            at = torch.randint(len(TEXT), (BATCH, 1), generator=batches) + torch.arange(CONTEXT + 1)
-            letters = data[at.to(comm.device)]
-            loss = nn.functional.cross_entropy(model(letters[:, :-1]), letters[:, -1])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(comm.all_reduce(loss.detach()) / comm.world_size)
-        bits = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-        same = bool((comm.all_gather(bits).view(comm.world_size, -1) == bits).all())
-        state.close()
-        return f"rank {comm.rank}: loss {losses[0]:.2f} -> {losses[-1]:.2f}, the same parameters on all ranks: {same}"
+    dist.init_process_group("shotcast")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    device = torch.device("cuda", rank) if torch.cuda.device_count() >= ranks else torch.device("cpu")
+    torch.manual_seed(0)  # the same model on all ranks
+    data = torch.tensor([LETTERS.index(letter) for letter in TEXT * 2], device=device)
+    model = DistributedDataParallel(NextLetter().to(device), bucket_cap_mb=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    batches = torch.Generator().manual_seed(rank)
+    losses = []
+    for _ in range(STEPS):
+        at = torch.randint(len(TEXT), (BATCH, 1), generator=batches) + torch.arange(CONTEXT + 1)
+        letters = data[at.to(device)]
+        loss = nn.functional.cross_entropy(model(letters[:, :-1]), letters[:, -1])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        mean = loss.detach() / ranks
+        dist.all_reduce(mean)
+        losses.append(mean)
+    bits = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    found = [torch.empty_like(bits) for _ in range(ranks)]
+    dist.all_gather(found, bits)
+    same = all(torch.equal(one, bits) for one in found)
+    dist.destroy_process_group()
+    return f"rank {rank}: loss {losses[0]:.2f} -> {losses[-1]:.2f}, the same parameters on all ranks: {same}"
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python research/training.py --set data,sharded,tensor [--world-size 2] [--json FILE]
 
 ``data``: every rank has its own tokens, and gradients are averaged in buckets: by DistributedDataParallel (DDP) over
-the vendor library, at its default and with its options, over the backend "shotcast", and by the hook
-``shotcast.overlap.average_gradients``. ``sharded``: the same by FSDP2, whose ranks keep parts of the layers.
+the vendor library, at its default and with its options, and over the backend "shotcast". ``sharded``: the same by
+FSDP2, whose ranks keep parts of the layers.
 ``tensor``: the ranks divide the layers; sums of activations are made one after the other, as Megatron overlaps them,
 and by ``shotcast.overlap.ColumnParallelLinear`` and ``RowParallelLinear``.
 
@@ -12,8 +12,8 @@ The exposed communication of a form is its step less the step without communicat
 rounds: a time is the median of a rank, and then the maximum over the ranks.
 
 Before anything is timed, gradients are compared. The reference is the sum in the order of ranks, in float32, rounded
-once (docs/reference/numerics.md). Buckets of the hook have its bits, and so have all gradients of divided layers
-without overlap; what a library sums, or multiplies in chunks, may be rounded otherwise, and ``off`` says by how much.
+once (docs/reference/numerics.md). All gradients of divided layers without overlap have its bits; what DDP divides
+before the sum, a library sums, or is multiplied in chunks, may be rounded otherwise, and ``off`` says by how much.
 """
 
 from __future__ import annotations

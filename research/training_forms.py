@@ -103,21 +103,6 @@ def compared(
 # -- data parallel ----------------------------------------------------------------------------------------------------
 
 
-class Kept:
-    """The state of our hook, and buckets as they were before they were averaged, where they are to be kept."""
-
-    def __init__(self, comm: shotcast.Communicator, sms: int | None = None):
-        self.state = overlap.GradientBuckets(comm, sms=sms)
-        self.buckets: list[tuple[torch.Tensor, torch.Tensor]] | None = None
-
-
-def keep_and_average(kept: Kept, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket by our hook."""
-    if kept.buckets is not None:
-        kept.buckets.append((bucket.buffer().clone(), bucket.buffer()))
-    return overlap.average_gradients(kept.state, bucket)
-
-
 def keep(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Leave a bucket as it is: what is left is what DDP itself takes."""
     x = bucket.buffer()
@@ -155,25 +140,9 @@ def data_forms(comm: shotcast.Communicator, shape: Shape, dtype: torch.dtype) ->
     batch = Batch(comm, shape, dtype)
     ids = [comm.device.index] if comm.device.type == "cuda" else None
 
-    def ddp(group: dist.ProcessGroup, kept: Kept | None = None, **settings: Any) -> Any:
+    def ddp(group: dist.ProcessGroup, **settings: Any) -> Any:
         model = DistributedDataParallel(batch.model(), device_ids=ids, process_group=group, **settings)
-        if kept is not None:
-            model.register_comm_hook(kept, keep_and_average)
-        step = step_of(model, batch.x)
-
-        def off() -> float:
-            if kept is not None:
-                kept.buckets = []
-            with repeatable():
-                step()
-            if kept is not None:
-                for own, found in kept.buckets or ():
-                    if not torch.equal(found, named_average(of_all(comm, own))):
-                        raise ArithmeticError("a bucket has not the bits of the named order")
-                kept.buckets = None
-            return distance(gradients(model), batch.averaged)
-
-        return step, off
+        return compared(model, batch.x, lambda: batch.averaged)
 
     def nothing_sent() -> Any:
         model = DistributedDataParallel(batch.model(), device_ids=ids, process_group=any_group(comm))
@@ -196,11 +165,6 @@ def data_forms(comm: shotcast.Communicator, shape: Shape, dtype: torch.dtype) ->
             )
     yield Form("DDP by shotcast", OWN, lambda: ddp(own_group(comm)))
     yield Form(f"DDP by shotcast, {_LARGE_BUCKET_MB} MB", OWN, lambda: ddp(own_group(comm), **large))
-    yield Form("ours", OWN, lambda: ddp(any_group(comm), Kept(comm)))
-    yield Form(f"ours, {_LARGE_BUCKET_MB} MB", OWN, lambda: ddp(any_group(comm), Kept(comm), **large))
-    if comm.device.type == "cuda":
-        for sms in (8, 16):
-            yield Form(f"ours, {sms} SMs", OWN, lambda sms=sms: ddp(any_group(comm), Kept(comm, sms)))
 
 
 def sharded_forms(comm: shotcast.Communicator, shape: Shape, dtype: torch.dtype) -> Iterator[Form]:

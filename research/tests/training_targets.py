@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import training
 import training_forms
+from torch.nn.parallel import DistributedDataParallel
 from training_model import Divided, Model, shape_of
 
 import shotcast
-from shotcast.overlap.ddp import average_gradients
 
 
 def of_whole_and_of_parts() -> tuple[float, float]:
@@ -45,16 +45,15 @@ def of_whole_and_of_parts() -> tuple[float, float]:
 
 
 def not_averaged(setting: training.Setting) -> list[training.Row]:
-    """Measure with a hook that changes one gradient of one rank."""
+    """Measure with one gradient of one rank changed, in DDP over the backend."""
+    exact = training_forms.gradients
 
-    def wrong(state: Any, bucket: Any) -> Any:
-        def spoil(done: Any) -> torch.Tensor:
-            found = done.value()
-            if torch.distributed.get_rank() == 1:
-                found[0] += 1e-6
-            return found
+    def wrong(model: Any) -> list[torch.Tensor]:
+        found = exact(model)
+        own = isinstance(model, DistributedDataParallel) and dist.get_backend(model.process_group) == "shotcast"
+        if own and dist.get_rank() == 1:
+            found[0] += 1e-3
+        return found
 
-        return average_gradients(state, bucket).then(spoil)
-
-    training_forms.overlap.average_gradients = functools.wraps(average_gradients)(wrong)
+    training_forms.gradients = wrong
     return training.rows(setting)

@@ -137,69 +137,6 @@ def failing(step: str) -> str:
         return "nothing"
 
 
-def trained(lanes: int, device: str = "cpu") -> dict[str, Any]:
-    """Run a backward with the hook, twice; return the gradients, and those of this rank alone."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    model = torch.nn.Sequential(*(torch.nn.Linear(40, 40) for _ in range(6)))
-    with shotcast.Communicator(device=device) as comm:
-        model = model.to(comm.device)
-        alone = copy.deepcopy(model)
-        communicators = [comm, *(comm.split(0) for _ in range(lanes - 1))]
-        state = shotcast.overlap.GradientBuckets(communicators)
-        ddp = DistributedDataParallel(model, bucket_cap_mb=0.01)
-        ddp.register_comm_hook(state, shotcast.overlap.average_gradients)
-        found: dict[str, Any] = {"own": [], "averaged": []}
-        for number in range(3):
-            x = torch.randn(8, 40, generator=torch.Generator().manual_seed(10 * comm.rank + number)).to(comm.device)
-            for one in (alone, ddp):
-                one.zero_grad()
-                one(x).square().sum().backward()
-            found["own"].append([parameter.grad.to("cpu", copy=True) for parameter in alone.parameters()])
-            found["averaged"].append([parameter.grad.to("cpu", copy=True) for parameter in ddp.parameters()])
-        found["buckets"] = state._turn
-        state.close()
-        for one in communicators[1:]:
-            one.close()
-    return found
-
-
-def averaged(algorithm: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Average a bucket; return this rank's gradients, and the averages."""
-    with shotcast.Communicator(device="cpu", timeout_s=60) as comm:
-        own = torch.randn(4099, generator=torch.Generator().manual_seed(comm.rank)).bfloat16()
-        state = shotcast.overlap.GradientBuckets(comm, algorithm)
-        found = state.average(own.clone()).wait()
-        state.close()
-        return own, found
-
-
-def failing_bucket() -> list[str]:
-    """Make rank 1 absent from the all-reduce of a bucket; return what rank 0 gets, now and at the next bucket."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    with shotcast.Communicator(device="cpu", timeout_s=0.5) as comm:
-        state = shotcast.overlap.GradientBuckets(comm)
-        ddp = DistributedDataParallel(torch.nn.Linear(4, 4))
-        ddp.register_comm_hook(state, shotcast.overlap.average_gradients)
-        if comm.rank == 1:
-            comm._host.barrier()
-            return []
-        errors = []
-        try:
-            ddp(torch.ones(1, 4)).sum().backward()
-        except RuntimeError as error:
-            errors.append(str(error))
-        try:
-            state.average(torch.ones(3))
-        except shotcast.CollectiveTimeout as error:
-            errors.append(str(error))
-        comm._host.barrier()
-        return errors
-
-
 def block(ways: Sequence[tuple[str, str]], device: str = "cpu") -> list[dict[str, torch.Tensor]]:
     """Run a block of a column-parallel and a row-parallel layer, forward and backward, by each pair of ways."""
     torch.set_num_threads(1)
@@ -266,7 +203,7 @@ def block_by_rows(
 
 
 def numbers_of_sms(sms: int) -> list[tuple[str, int | None]]:
-    """Use layers and the hook of DDP with this number of SMs; return the collectives that they make, with theirs."""
+    """Use layers with this number of SMs; return the collectives that they make, with theirs."""
     seen: list[tuple[str, int | None]] = []
     up, down, x, _ = inputs_of_block(torch.float32)
     with shotcast.Communicator(device="cpu") as comm:
@@ -296,9 +233,6 @@ def numbers_of_sms(sms: int) -> list[tuple[str, int | None]]:
             y = row(x.new_zeros(24, 32, 48 // comm.world_size))
             assert {name for name, _ in seen[made:]} == {"reduce_scatter"}, way
             y.sum().backward()
-        state = shotcast.overlap.GradientBuckets(comm, sms=sms)
-        state.average(torch.ones(7)).wait()
-        state.close()
     return seen
 
 

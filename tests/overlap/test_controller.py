@@ -110,22 +110,6 @@ def test_streams_wait_for_each_other_as_much_as_they_must(name: str) -> None:
         assert not all(on_streams(plan, order, left_out)[0] for order in orders), f"wait {left_out} is not needed"
 
 
-def test_what_is_posted_waits_for_the_computation_before_it() -> None:
-    """A bucket of gradients waits so; computation after it does not wait."""
-    streams, seen = EmulatedStreams(), list[str]()
-    lanes = StreamLanes(Rank("cpu"), streams=streams)  # type: ignore[arg-type]
-    streams.enqueue(lambda: seen.append("gradients"))
-    lanes.post(1, lambda: streams.enqueue(lambda: seen.append("average")))
-    streams.enqueue(lambda: seen.append("more"))
-    streams.run((1, 0))
-    assert seen == ["gradients", "average", "more"]
-    streams.enqueue(lambda: seen.append("gradients"))
-    lanes.post(1, lambda: streams.enqueue(lambda: seen.append("average")))
-    streams.enqueue(lambda: seen.append("more"))
-    streams.run((0, 1))
-    assert seen[3:] == ["gradients", "more", "average"]
-
-
 class DelayedLanes(ThreadLanes):
     """Threads of which one lane is late with each of its steps."""
 
@@ -305,7 +289,7 @@ def test_a_lane_outlives_work_that_raises(caplog: pytest.LogCaptureFixture) -> N
         raise ValueError("no average")
 
     with threads() as controller:
-        controller.lanes.post(1, fail)
+        controller.lanes._workers[0].queue.put(fail)  # type: ignore[attr-defined]
         controller.run(schedule.chain(1), {"compute 0": lambda: 1}, {"communicate 0": lambda comm: 2})
     assert "no average" in caplog.text
 

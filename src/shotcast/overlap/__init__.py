@@ -9,8 +9,6 @@ if TYPE_CHECKING:
     from shotcast.overlap.chains import Chain as Chain
     from shotcast.overlap.chains import chain as chain
     from shotcast.overlap.controller import Controller as Controller
-    from shotcast.overlap.ddp import GradientBuckets as GradientBuckets
-    from shotcast.overlap.ddp import average_gradients as average_gradients
     from shotcast.overlap.lanes import Lanes as Lanes
     from shotcast.overlap.lanes import lanes_of as lanes_of
     from shotcast.overlap.linear import ColumnParallelLinear as ColumnParallelLinear
@@ -27,11 +25,9 @@ _MODULES = {
     "Compute": "schedule",
     "Controller": "controller",
     "Decision": "policy",
-    "GradientBuckets": "ddp",
     "Lanes": "lanes",
     "RowParallelLinear": "linear",
     "Schedule": "schedule",
-    "average_gradients": "ddp",
     "chain": "chains",
     "lanes_of": "lanes",
 }

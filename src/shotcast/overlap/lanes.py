@@ -67,13 +67,6 @@ class Lanes(abc.ABC):
         """Run ``work`` on ``lane``."""
 
     @abc.abstractmethod
-    def post(self, lane: int, work: Work) -> None:
-        """Run ``work`` on a communication ``lane`` after the computation so far, and return at once.
-
-        It belongs to no schedule: nothing waits for it automatically, and it must not raise.
-        """
-
-    @abc.abstractmethod
     def share(self, result: Any) -> None:
         """Make tensors returned by a communication available to the computation."""
 
@@ -158,11 +151,6 @@ class StreamLanes(Lanes):
         if lane == COMPUTE_LANE:
             work()
             return
-        with self._cuda.stream(self._stream):
-            work()
-
-    def post(self, lane: int, work: Work) -> None:
-        self._stream.wait_stream(self._cuda.current_stream(self._device))
         with self._cuda.stream(self._stream):
             work()
 
@@ -295,11 +283,6 @@ class ThreadLanes(Lanes):
                     run.fail(error)
 
         self._workers[lane - 1].queue.put(guarded)
-
-    def post(self, lane: int, work: Work) -> None:
-        if not self._workers[0].close.alive:
-            raise ClosedError("these lanes were closed")
-        self._workers[lane - 1].queue.put(work)
 
     def share(self, result: Any) -> None:
         pass
