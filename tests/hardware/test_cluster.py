@@ -53,12 +53,6 @@ switch:
   hop_latency: 0.5e-6
   source: also made up
 """
-ASTRA_SIM = """
-topology: [ Switch, Switch ]
-npus_count: [ 4, 16 ]
-bandwidth: [ 400.0, 50.0 ]
-latency: [ 936.25, 5000.0 ]
-"""
 FOLDER = Path(cluster.__file__).parent / "clusters"
 BOMB = ", ".join(f"&a{number + 1} [*a{number}, *a{number}]" for number in range(40))
 """Lists in lists, of which the last one has 2^40 entries when it is written out."""
@@ -131,31 +125,6 @@ def test_switches_and_adapters() -> None:
     assert still.over(32) == (5.0, 12.5)
 
 
-def test_a_network_of_astra_sim() -> None:
-    found = cluster.with_astra_sim_network(cluster.load("h200x8"), ASTRA_SIM, "network.yml")
-    assert (found.name, found.gpus_per_node) == ("h200x8 with network.yml", 4)
-    # its GB are 2^30 bytes, and a message passes a link to the switch and one from it
-    assert found.gpu.link.usable_bw_gbps == 400 * 2**30 / 1e9
-    assert found.network is not None
-    assert (found.network.bw_gbps, found.network.latency_us) == (50 * 2**30 / 1e9, 10)
-    assert (found.nodes, found.link_latency_us) == (16, 1.8725)
-    one = cluster.with_astra_sim_network(
-        cluster.load("h200x8"), "topology: [Ring]\nnpus_count: [4]\nbandwidth: [9]\nlatency: [500]", "one.yml"
-    )
-    assert (one.gpus_per_node, one.nodes, one.network, one.link_latency_us) == (4, 1, None, 0.5)
-    three = cluster.with_astra_sim_network(
-        cluster.load("h200x8"),
-        "topology: [Ring, FullyConnected, Switch]\nnpus_count: [2, 8, 4]\n"
-        "bandwidth: [200, 100, 50]\nlatency: [0, 500, 2e3]",
-        "three.yml",
-    )
-    assert (three.gpus_per_node, three.nodes, three.link_latency_us) == (2, 32, 0)
-    assert three.network is not None
-    assert three.network.switch == cluster.SwitchSpec(8, 2.0, 1.75, "three.yml")
-    with pytest.raises(ConfigError, match="says nothing of GPUs"):
-        cluster.parse(ASTRA_SIM, "network.yml")
-
-
 def test_a_file_and_one_node(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("gpu: H100 SXM\nnode: {num_gpus_per_node: 2}\n")
@@ -222,40 +191,6 @@ def test_a_file_and_one_node(tmp_path: Path) -> None:
 def test_what_is_wrong_is_said(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         cluster.parse(text, "x.yaml")
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("topology: Ring", "must be a list"),
-        ("topology: [Ring]\nnpus_count: [4]\nbandwidth: [1, 2]\nlatency: [1]", "equally many dimensions"),
-        ("topology: [Ring]\nnpus_count: [4]\nbandwidth: [x]\nlatency: [1]", "above 0, not 'x'"),
-        ("nodes: 4", "unknown field 'nodes'"),
-        ("topology: [Torus]\nnpus_count: [4]\nbandwidth: [1]\nlatency: [1]", "accepted: Ring, FullyConnected, Switch"),
-        ("topology: [Ring]\nnpus_count: [4]\nbandwidth: [tbd]\nlatency: [1]", "above 0, not 'tbd'"),
-        ("topology: [Ring, Ring, Ring, Ring]", "one, two or three dimensions"),
-        (
-            "logical-dims: ['8', '2']",
-            "unknown field 'logical-dims'; accepted: bandwidth, latency, npus_count",
-        ),
-        ("topology: [Ring]\nnpus_count: [2.5]\nbandwidth: [1]\nlatency: [1]", "must be a whole number, not 2.5"),
-        ("topology: [Ring]\nnpus_count: [0]\nbandwidth: [1]\nlatency: [1]", "above 0, not 0"),
-        (f"topology: [Ring]\nnpus_count: [{10**400}]\nbandwidth: [1]\nlatency: [1]", "above 0, not one of 1329 bits"),
-        (
-            "topology: [Ring]\nnpus_count: [4]\nbandwidth: [4.5e+11]\nlatency: [1]",
-            r"from 0\.001 to 1e\+06 GB/s, not 4\.5e",
-        ),
-        (
-            "topology: [Ring]\nnpus_count: [4]\nbandwidth: [1]\nlatency: [false]",
-            "latency must be a number above 0, not False",
-        ),
-        ("topology: [{}]\nnpus_count: [4]\nbandwidth: [1]\nlatency: [1]", "unknown topology {}; accepted: Ring"),
-        ("", "is not a network: it must be a mapping with topology and npus_count"),
-    ],
-)
-def test_what_is_wrong_with_a_network_is_said(text: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        cluster.with_astra_sim_network(cluster.load("h200x8"), text, "network.yml")
 
 
 def test_an_unknown_cluster_is_near_others() -> None:

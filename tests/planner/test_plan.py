@@ -359,7 +359,8 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
     assert "has no config.json" in run("plan", str(tmp_path), code=2)
     assert "no cluster 'h200x16'" in run("plan", "llama-3.1-8b", "--cluster", "h200x16", code=2)
     assert all(name in run("plan", "--help") for name in cluster.PACKAGED)
-    assert "cannot read the network" in run("plan", "llama-3.1-8b", "--network", str(tmp_path / "x.yml"), code=2)
+    missing = str(tmp_path / "x.yml")
+    assert "cannot read the cluster" in run("plan", "llama-3.1-8b", "--cluster", missing, code=2)
     refused = run("plan", "llama-3.1-8b", "--plot", str(tmp_path / "x.xyz"), code=2)
     assert "accepted: .png, .svg, .pdf" in refused
     assert "tokens in" not in refused, "refused before the plan is made"
@@ -374,7 +375,7 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
     assert "give --rate" in run("plan", "llama-3.1-8b", "--requests", "5", code=2)
     binary = tmp_path / "binary"
     binary.write_bytes(b"\xff\xfe\x00")
-    for option in ("--cluster", "--network", "--calibration"):
+    for option in ("--cluster", "--calibration"):
         assert "no text in UTF-8" in run("plan", "llama-3.1-8b", option, str(binary), code=2)
     assert "No layout has" in run("plan", "llama-3.1-8b", "--target", "ttft=0.001", code=1)
 
@@ -434,23 +435,19 @@ def test_pictures_name_the_layouts_on_the_front(tmp_path: Path) -> None:
 
 
 def test_a_gpu_without_calibration_is_said(tmp_path: Path) -> None:
-    text = run("plan", "llama-3.1-8b", "--cluster", "b200x8", "-g", "1")
-    assert "The B200 has no calibration: rates are those of the H200 SXM by the ratio of the data sheets" in text
+    file, said = tmp_path / "plan.json", "has no calibration"
+    text = run("plan", "llama-3.1-8b", "--cluster", "b200x8", "-g", "1", "--json", str(file))
+    assert f"The B200 {said}: rates are those of the H200 SXM by the ratio of the data sheets" in text
+    assert json.loads(file.read_text())["calibrated"] is False
+    assert said not in run("plan", "llama-3.1-8b", "-g", "1", "--json", str(file))
+    assert json.loads(file.read_text())["calibrated"] is True
 
 
-def test_a_link_without_calibration_is_said(tmp_path: Path) -> None:
-    """A network file changes the links of a GPU whose kernels are measured, and says how many nodes there are."""
-    file = tmp_path / "network.yml"
-    file.write_text("topology: [Switch, Switch]\nnpus_count: [4, 2]\nbandwidth: [225, 25]\nlatency: [1000, 4500]\n")
-    question = ["plan", "llama-3.1-8b", "--network", str(file), "--json", str(tmp_path / "plan.json")]
-    text = run(*question, "-g", "8")
-    assert "The link has no calibration: its bandwidth is that of the H200 SXM's by the ratio" in text
-    assert "The H200 SXM has no calibration" not in text
-    result = json.loads((tmp_path / "plan.json").read_text())
-    assert (result["calibrated"], result["link_calibrated"]) == (True, False)
-    assert "is 2 nodes of 4 GPUs, and 16 are asked for" in run(*question, "-g", "16", code=2)
-    spec = cluster.with_astra_sim_network(cluster.load("h200x8"), file.read_text(), "network.yml")
-    assert CollectiveCosts.on(spec, load("NVIDIA H200").link).link.step_us == 2.0
+def test_more_gpus_than_there_are() -> None:
+    where = replace(cluster.load("h200x8"), nodes=2)
+    Query(preset("llama-3.1-8b"), "x", "", where, 16, 1000, 100)
+    with pytest.raises(ConfigError, match="h200x8 is 2 nodes of 8 GPUs, and 24 are asked for"):
+        Query(preset("llama-3.1-8b"), "x", "", where, 24, 1000, 100)
 
 
 def test_limits_of_an_engine() -> None:

@@ -32,9 +32,6 @@ def plan(
     cluster: Annotated[
         str, typer.Option(help=f"{', '.join(clusters.PACKAGED)}, a YAML file, or here for the GPUs of this machine.")
     ] = "h200x8",
-    network: Annotated[
-        Path | None, typer.Option(help="A network file of ASTRA-sim, instead of the cluster's own links.")
-    ] = None,
     quantization: Annotated[str, typer.Option(help="fp8, or none by default.")] = "",
     prompt: Annotated[int, typer.Option("--input", help="Tokens of a prompt.")] = 2048,
     output: Annotated[int, typer.Option(help="Tokens of an output.")] = 128,
@@ -72,9 +69,6 @@ def plan(
     from shotcast.simulator import traffic
 
     found = machine.this_machine() if cluster == "here" else clusters.load(cluster)
-    if network is not None:
-        text = clusters.read_text(network, "the network")
-        found = clusters.with_astra_sim_network(found, text, str(network))
     config, name = named_model(model)
     if rate is not None and trace is not None:
         raise ConfigError("--rate and --trace both say which requests arrive; give one of them")
@@ -93,7 +87,7 @@ def plan(
     longest = traffic.longest(query, arrivals) if arrivals else 0
     if plot is not None:
         picture.check_format(plot)
-    read = [Path(model), Path(model, "config.json"), Path(cluster), network, calibration, trace]
+    read = [Path(model), Path(model, "config.json"), Path(cluster), calibration, trace]
     _require_apart([json_file, plot], read)
     ready_to_write(json_file, plot)
     constants = machine.calibration_of(found.gpu, calibration)
@@ -114,11 +108,6 @@ def plan(
         tell(
             f"The {found.gpu.name} has no calibration: rates are those of the {constants.gpu.name} by the ratio of the "
             "data sheets, and the error bars do not know how far off that is."
-        )
-    elif not result.link_calibrated:
-        tell(
-            f"The link has no calibration: its bandwidth is that of the {constants.gpu.name}'s by the ratio of the "
-            "figures, and the error bars do not know how far off that is. The kernels are measured."
         )
     for line in report.refusals(result, _ROWS):
         tell(line)

@@ -4,8 +4,7 @@ A description is a YAML file. The packaged ones are in ``hardware/clusters``; a 
 AIConfigurator's system files (``gpu``, ``node``, in bytes, seconds and floating-point operations per second), so these
 load unchanged. Instead of figures, ``gpu`` may be a name in :mod:`shotcast.hardware.catalog`. Two fields are additions:
 ``num_nics_per_node`` of ``node``, for GPUs that share network adapters, and ``switch``, with ``num_nodes_per_leaf``,
-``oversubscription`` and ``hop_latency``. Network files of ASTRA-sim (``topology``, ``npus_count``, ``bandwidth``,
-``latency``) describe only links, and load together with the name of a GPU (:func:`with_astra_sim_network`).
+``oversubscription`` and ``hop_latency``.
 
 Some fields of AIConfigurator's files are ignored. Calibrations replace ``mem_bw_empirical_scaling_factor`` and
 ``mem_empirical_constant_latency``, which relate kernels to data sheets. Library memory (``misc``) is estimated
@@ -14,12 +13,10 @@ differently. ``power``, ``pcie_bw``, ``data_dir`` and the throughputs of other t
 
 from __future__ import annotations
 
-import math
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 from shotcast.errors import ConfigError, shorten, similar
 from shotcast.hardware import catalog
@@ -65,11 +62,6 @@ _NODE_FIGURES = {
 _OTHER_NODE_FIELDS = ("name", "source", "inter_node_name", "inter_node_source", "pcie_bw")
 _SWITCH_FIGURES = {"num_nodes_per_leaf": _COUNT, "oversubscription": ("", 1e-3, 1e3), "hop_latency": _SECONDS}
 _TOP_FIELDS = ("name", "gpu", "node", "switch", "misc", "data_dir")
-_ASTRA_FIGURES = {"npus_count": _COUNT, "bandwidth": ("GB/s", 1e-3, 1e6), "latency": ("ns", 1e-3, 1e9)}
-_ASTRA_FIELDS = {"topology", *_ASTRA_FIGURES}
-_ASTRA_GIGA = 1 << 30
-_ASTRA_LINKS = {"Ring": 1, "FullyConnected": 1, "Switch": 2}
-"""Links that a message crosses in a dimension, each with its latency; on a ring, to the neighbor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +106,6 @@ class Cluster:
     gpus_per_node: int  # GPUs that the link of ``gpu`` joins
     network: NetworkSpec | None  # what joins nodes; None where there is one node
     nodes: int | None = None  # how many there are; None for as many as are asked for
-    link_latency_us: float | None = None  # microseconds of a step within a node; None for those of the calibration
     # those of one host; fewer where the link joins several hosts of a rack. None for all of a node
     gpus_per_host: int | None = None
 
@@ -147,10 +138,6 @@ def read_text(path: Path, what: str) -> str:
 def parse(text: str, origin: str) -> Cluster:
     """Parse a cluster description in YAML. Raises ConfigError as :func:`load` does."""
     fields = Fields(read_yaml(text, origin, "a description: it must be a mapping with gpu and node"), origin, {})
-    if set(fields.values) >= _ASTRA_FIELDS:
-        raise ConfigError(
-            f"{origin} is a network of ASTRA-sim, which says nothing of GPUs; give it as --network with a cluster"
-        )
     fields.only(_TOP_FIELDS)
     node = fields.part("node", _NODE_FIGURES, _OTHER_NODE_FIELDS)
     gpu = _gpu(fields, node)
@@ -218,54 +205,6 @@ def _switch(fields: Fields, nodes: int, oversubscription: float, hop_us: float, 
             "bandwidth than its nodes; accepted: 1 or more"
         )
     return SwitchSpec(nodes, oversubscription, hop_us, source)
-
-
-def with_astra_sim_network(cluster: Cluster, text: str, origin: str) -> Cluster:
-    """Return ``cluster`` with the bandwidths (GiB/s, ASTRA-sim's unit) and latencies (ns) of ASTRA-sim network files.
-
-    The first dimension joins the GPUs of a node, the second joins nodes; without it there is one node. A third one
-    joins leaves of as many nodes as the second has. A message crosses one link, or two if there is a switch, each with
-    the latency; on a ring it goes to the neighbor. The bandwidth counts as a GPU's total to all others, which is too
-    low if a GPU has several links.
-
-    Raises ConfigError if it is not such a file, or has more dimensions or an invalid number.
-    """
-    values = read_yaml(text, origin, "a network: it must be a mapping with topology and npus_count")
-    fields = Fields(values, origin, _ASTRA_FIGURES)
-    fields.only(_ASTRA_FIELDS)
-    columns: dict[str, list[Any]] = {}
-    for name in sorted(_ASTRA_FIELDS):
-        column = fields.values.get(name)
-        if not isinstance(column, list) or len(column) not in (1, 2, 3):
-            raise ConfigError(f"{origin}: {name} must be a list of one, two or three dimensions, not {shorten(column)}")
-        columns[name] = column
-    if len({len(column) for column in columns.values()}) != 1:
-        raise ConfigError(f"{origin}: topology, npus_count, bandwidth and latency must have equally many dimensions")
-    names: list[str] = columns["topology"]
-    if unknown := [name for name in names if not isinstance(name, str) or name not in _ASTRA_LINKS]:
-        raise ConfigError(f"{origin}: unknown topology {shorten(unknown[0])}; accepted: {', '.join(_ASTRA_LINKS)}")
-    counts = [fields.whole("npus_count", value) for value in columns["npus_count"]]
-    rates = [fields.positive("bandwidth", value) * _ASTRA_GIGA / _GIGA for value in columns["bandwidth"]]
-    latencies = [
-        fields.not_negative("latency", value) * _ASTRA_LINKS[name] / 1e3
-        for name, value in zip(names, columns["latency"], strict=True)
-    ]
-    network = switch = None
-    if len(names) == 3:
-        hop_us = max(0.0, latencies[2] - latencies[1]) / 2
-        switch = _switch(fields, counts[1], rates[1] / rates[2], hop_us, origin)
-    if len(names) > 1:
-        network = NetworkSpec(names[1], rates[1], latencies[1], origin, switch=switch)
-    return replace(
-        cluster,
-        name=f"{cluster.name} with {Path(origin).name}",
-        gpu=replace(cluster.gpu, link=LinkSpec(names[0], rates[0], None, origin)),
-        gpus_per_node=counts[0],
-        network=network,
-        nodes=math.prod(counts[1:]),
-        link_latency_us=latencies[0],
-        gpus_per_host=None,
-    )
 
 
 def _gpu(fields: Fields, node: Fields) -> GpuSpec:

@@ -33,11 +33,9 @@ class CollectiveCosts:
 
     @classmethod
     def on(cls, cluster: Cluster, link: LinkCost) -> CollectiveCosts:
-        """Return the constants of a cluster with a calibrated link; the cluster's step latency overrides the link's."""
+        """Return the constants of a cluster with a calibrated link."""
         wires = cluster.network
         network = NO_NETWORK if wires is None else NetworkCost(wires.latency_us, wires.bw_gbps)
-        if cluster.link_latency_us is not None:
-            link = replace(link, step_us=cluster.link_latency_us)
         return cls(link, network, cluster.gpus_per_node, wires=wires)
 
     def network_over(self, nodes: int) -> NetworkCost:

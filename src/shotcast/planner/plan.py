@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from shotcast.collectives.registry import registered
@@ -225,7 +225,6 @@ class Plan:
     refused: dict[str, str]  # layouts that cannot be, and why
     best: Point | None  # what suits the target best; None if nothing does
     calibrated: bool  # whether the GPU has measured constants; else they are scaled from those of another
-    link_calibrated: bool  # whether its link has; else they are scaled, by the ratio of the bandwidths
     device: str = "cuda"  # that of the calibration, with which the engine is started
     dtype: str = "bfloat16"  # likewise
 
@@ -296,12 +295,8 @@ def best_of(query: Query, calibration: Calibration, points: Sequence[Point], ref
     """Build the plan for a query from known points."""
     fitting = [point for point in points if _meets(query.target, point)]
     best = min(fitting, key=lambda point: _rank(query, point), default=None)
-    calibrated, link_calibrated = True, query.cluster.link_latency_us is None
-    if calibration.device == "cuda":
-        asked, known = query.cluster.gpu, calibration.gpu
-        link_calibrated = link_calibrated and asked.link == known.link
-        calibrated = replace(asked, link=known.link) == known
-    return Plan(query, tuple(points), refused, best, calibrated, link_calibrated, calibration.device, calibration.dtype)
+    calibrated = calibration.device != "cuda" or query.cluster.gpu == calibration.gpu
+    return Plan(query, tuple(points), refused, best, calibrated, calibration.device, calibration.dtype)
 
 
 def layouts(query: Query) -> Iterator[tuple[Layout, int]]:

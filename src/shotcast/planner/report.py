@@ -164,7 +164,6 @@ def as_json(plan: Plan, longest: int = 0) -> dict[str, Any]:
         "gpu": plan.query.cluster.gpu.name,
         "cluster": plan.query.cluster.name,
         "calibrated": plan.calibrated,
-        "link_calibrated": plan.link_calibrated,
         "reason": reason(plan),
         "command": command(plan, longest),
         "best": _row(plan, plan.best) if plan.best else None,
