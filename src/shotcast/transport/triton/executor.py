@@ -207,7 +207,6 @@ class TritonExecutor:
         stopped_word: the word of the fault that a finished kernel has seen, or 0 if there is none.
     """
 
-    """Each message is a separate kernel."""
     _puts = False
     """Ranks of other nodes are reached by staged puts."""
     _clears = 0
