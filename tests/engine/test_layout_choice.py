@@ -399,6 +399,7 @@ def test_no_layout_meets_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"workload": "9000+1"}, "workload 9000+1 takes 9001 tokens, and max_model_len is 8192"),
         ({"dtype": "float32"}, "not of float32; give a layout by hand"),
         ({"algorithm": "nvrar"}, "cannot be priced: there is no model of nvrar for 1x2 ranks"),
+        ({"algorithm": "vendor"}, "there is no model of 'vendor'; choose from auto, one_shot"),
     ],
 )
 def test_questions_that_no_plan_answers(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], text: str) -> None:
