@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-from shotcast.errors import ConfigError, shorten, similar
+from shotcast.errors import ConfigError, similar
 from shotcast.hardware import catalog
 from shotcast.hardware.description import Fields, read_yaml
 from shotcast.hardware.spec import GpuSpec, LinkSpec
