@@ -567,7 +567,6 @@ def assert_gone(pids: list[int]) -> None:
         ({"max_num_seqs": 0}, "max_num_seqs must be a whole number"),
         ({"max_num_batched_tokens": 8, "max_num_seqs": 9}, "max_num_batched_tokens"),
         ({"algorithm": "fastest"}, "algorithm must be one of"),
-        ({"algorithm": "ring", "sequence_parallel": True}, "algorithm cannot be ring"),
         ({"max_model_len": 1}, "max_model_len must be 0 .* or at least 2, not 1"),
         ({"seed": 2**64}, "seed must be None or"),
         ({"seed": True}, "seed must be None or"),
@@ -644,15 +643,6 @@ def test_unsupported_models_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text.replace("LlamaForCausalLM", "MambaForCausalLM"))
     with pytest.raises(UnsupportedError, match="MambaForCausalLM"):
         LLM(str(tmp_path))
-
-
-def test_no_residual_is_divided_where_sums_are_normed(tmp_path: Path) -> None:
-    config = transformers.Olmo2Config(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
-    )
-    transformers.Olmo2ForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedError, match="sequence_parallel is not supported for the family olmo2"):
-        LLM(str(tmp_path), sequence_parallel=True)
 
 
 @pytest.mark.parametrize(

@@ -180,13 +180,6 @@ def test_algorithms(folder: str, reference: Any, algorithm: str) -> None:
         assert_greedy(reference, llm.generate(prompts(6), greedy(12)), 1e-4)
 
 
-@TWO
-def test_sequence_parallel(folder: str, reference: Any) -> None:
-    options = {"sequence_parallel": True, "max_num_seqs": 80, "max_model_len": 150}
-    with LLM(folder, tensor_parallel=2, device="cuda", dtype="float32", **options) as llm:
-        assert_greedy(reference, llm.generate(prompts(70), greedy(12)), 1e-4)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("tensor", "stages"), LAYOUTS)
 def test_steps_of_any_length_are_close(folder: str, reference: Any, tensor: int, stages: int, dtype: str) -> None:

@@ -41,9 +41,7 @@ def forms_of(
     monkeypatch.setattr(prefill_forms, "lanes_of", mock.Mock())
     monkeypatch.setattr(prefill_forms, "_share_gpus", lambda comm: False)
     monkeypatch.setattr(PrefillForms, "_message", lambda self, tokens: torch.empty(tokens, 1))
-    parallel = SimpleNamespace(
-        comm=Comm(), size=ranks, stages=1, algorithm="auto", divides_residual=lambda tokens: False
-    )
+    parallel = SimpleNamespace(comm=Comm(), size=ranks, stages=1, algorithm="auto")
     for name, value in others.items():
         setattr(parallel, name, value)
     block = SimpleNamespace(qkv=SimpleNamespace(takes_float8=lambda rows: False))
@@ -112,7 +110,6 @@ def test_what_is_decided_is_not_measured_again(monkeypatch: pytest.MonkeyPatch) 
         ("off", {}, "overlap is off"),
         ("auto", {"size": 1}, "one stage of several ranks"),
         ("on", {"stages": 2}, "one stage of several ranks"),
-        ("plain", {"divides_residual": lambda tokens: True}, "sequence_parallel divides the residual"),
         ("plain", {"unsupported_reason": "the family has other norms"}, "other norms"),
     ],
 )

@@ -84,9 +84,6 @@ def sums(
     algorithm: Annotated[
         str, typer.Option(callback=with_underscores, help="The algorithm of the all-reduces: auto, or a name.")
     ] = "auto",
-    sequence_parallel: Annotated[
-        bool, typer.Option("--sequence-parallel", help="Divide the residual of long steps among the ranks.")
-    ] = False,
     overlap: Annotated[
         str,
         typer.Option(

@@ -124,11 +124,6 @@ class EngineClient:
         with contextlib.closing(open_checkpoint(self._model)) as checkpoint:  # before processes are started
             model = checkpoint.config
         max_model_len_of(config, model)
-        if config.sequence_parallel and model.has_post_norms:
-            raise UnsupportedError(
-                f"sequence_parallel is not supported for the family {model.family}, which has norms after attention "
-                "and MLP"
-            )
         if not config.plans_layout:
             require_division(model, config.tensor_parallel, config.pipeline_parallel)
         if config.speculation is not None and config.speculation.model:

@@ -109,7 +109,6 @@ class EngineConfig:
         memory_fraction: the fraction of this machine's free memory that weights and caches of its CPU ranks may use.
         prefix_caching: keep the keys and values of finished requests while there is room, for prompts with the same
             prefix.
-        sequence_parallel: divide the residual of a prefill between the ranks of a stage.
         overlap: compute the halves of long prompts in turn, so that one communicates while the other computes: ``auto``
             if a measurement at startup finds a gain, on GPUs and on CPU ranks of several nodes; ``on`` for the fastest
             variant with halves; ``plain`` for two streams or threads and nothing else; ``shaped`` on GPUs, with sums on
@@ -146,7 +145,6 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     memory_fraction: float = 0.85
     prefix_caching: bool = True
-    sequence_parallel: bool = False
     overlap: str = "auto"
     algorithm: str = "auto"
     timeout_s: float = 60.0
@@ -207,8 +205,6 @@ class EngineConfig:
             raise ConfigError("max_model_len must be 0 (the length that the model was made for) or at least 2, not 1")
         if self.seed is not None and (type(self.seed) is not int or not 0 <= self.seed < 2**63):
             raise ConfigError(f"seed must be None or a whole number from 0 to 2^63 - 1, not {self.seed!r}")
-        if self.sequence_parallel and self.algorithm != "auto" and not registered()[self.algorithm].is_fused:
-            raise ConfigError(f"sequence_parallel has its own fused operation, so algorithm cannot be {self.algorithm}")
         for name in ("gpu_memory_utilization", "memory_fraction"):
             value = getattr(self, name)
             if type(value) not in (int, float) or not 0 < value <= 1:

@@ -32,8 +32,6 @@ from shotcast.overlap.policy import Decision
 
 _LOADING_TIMEOUT_S = 600.0
 """Timeout of collectives during loading, which takes some ranks longer than others."""
-_SEQUENCE_PARALLEL_TOKENS = 64
-"""Token count from which steps divide the residual between ranks."""
 _MIN_WORKSPACE = 1 << 20
 """Workspace of every communicator, large enough to agree on settings and for mailboxes between stages."""
 
@@ -59,9 +57,8 @@ def load(
         _require_float8(_device_of(config))
     budget = _memory_budget(config, model, dtype)
     world, comm = communicators(config, _workspace_bytes(config, model, dtype), stack)
-    sequence_parallel = _SEQUENCE_PARALLEL_TOKENS if config.sequence_parallel else 0
     timer = DeviceStepTimer(world.device) if device == "cuda" else HostStepTimer()
-    parallel = Parallel(comm, world, config.pipeline_parallel, config.algorithm, sequence_parallel, timer)
+    parallel = Parallel(comm, world, config.pipeline_parallel, config.algorithm, timer)
     reading = budget.explained("reading the weights", "Use more ranks, fp8 or another model")
     with reading, _progress_bar(config.progress and world.rank == 0, budget.weights) as on_read:
         part = CausalLM(

@@ -57,8 +57,6 @@ def overlap_unsupported_reason(parallel: Parallel, overlap: str, static: bool) -
         return "overlap is off"
     if parallel.size == 1 or parallel.stages > 1:
         return "one stage of several ranks has sums to hide"
-    if parallel.divides_residual(parallel.size * LEAST_TOKENS[False]):
-        return "sequence_parallel divides the residual instead"
     comm = parallel.comm
     if not static and overlap == "auto" and comm.device.type == "cpu" and not comm.topology.network.name:
         return "CPU ranks of one node wait for no network"

@@ -25,8 +25,6 @@ class Parallel:
         world: all ranks, stage by stage, for messages between stages; None if there is one stage.
         algorithm: the algorithm of the all-reduces, as for :meth:`Communicator.all_reduce`; ``auto`` replaces it if a
             step is too long for it or a stage is one rank.
-        sequence_parallel: the number of tokens from which a step divides the residual between the ranks of a stage; 0
-            means never.
     """
 
     def __init__(
@@ -35,14 +33,12 @@ class Parallel:
         world: Communicator | None = None,
         stages: int = 1,
         algorithm: str = "auto",
-        sequence_parallel: int = 0,
         timer: StepTimer | None = None,
     ):
         self.comm, self.world, self.stages = comm, comm if world is None else world, stages
         self.rank, self.size = comm.rank, comm.world_size
         self.stage = self.world.rank // self.size
         self.algorithm = algorithm if self.size > 1 else "auto"
-        self._sequence_parallel = sequence_parallel if self.size > 1 else 0
         self.timer = HostStepTimer() if timer is None else timer
         self._algorithms: dict[tuple[str, int], str] = {}
         # an algorithm that was named and has no fused form; the library's sum is fused by the communicator
@@ -73,17 +69,6 @@ class Parallel:
         """True for the last stage, which computes logits."""
         return self.stage == self.stages - 1
 
-    def divides_residual(self, tokens: int) -> bool:
-        """Return whether a step of ``tokens`` tokens divides the residual between the ranks."""
-        return 0 < self._sequence_parallel <= tokens and tokens % self.size == 0
-
-    def part(self, tokens: int) -> slice:
-        """Return the tokens of a step whose residual this rank keeps."""
-        if not self.divides_residual(tokens):
-            return slice(0, tokens)
-        each = tokens // self.size
-        return slice(self.rank * each, (self.rank + 1) * each)
-
     def reduce_norm_float8(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, sms: int | None = None
     ) -> tuple[torch.Tensor | Float8Rows, torch.Tensor]:
@@ -101,13 +86,11 @@ class Parallel:
                 operands = total, residual, weight, eps, 1, False, found
                 norm, tensors = norm_operands("reduce_norm_float8", x.device, *operands, fp8=True, with_normed=False)
                 separate_norm.norm_sum(total, tensors, norm, self.comm.topology.runs_grids)
-            elif residual.shape[0] == x.shape[0]:
+            else:
                 scale = x.new_empty(x.shape[0], 1, dtype=torch.float32)
                 out = Fp8Normed(torch.empty_like(x, dtype=torch.float8_e4m3fn), scale, residual, None)
                 algorithm = self._algorithm("all_reduce_rms_norm", x)
                 found = self.comm.all_reduce_rms_norm_fp8(x, residual, weight, eps, None, False, algorithm, out)
-            else:
-                found = self.comm.reduce_scatter_rms_norm_fp8(x, residual, weight, eps, gather=True)
         return Float8Rows(found.quantized, found.scale), found.new_residual
 
     def reduce_norm(
@@ -117,11 +100,11 @@ class Parallel:
 
         Args:
             x: [tokens, hidden], this rank's partial sums; overwritten with the norm.
-            residual: [tokens, hidden], or this rank's :meth:`part` of them; overwritten with the new residual.
+            residual: [tokens, hidden]; overwritten with the new residual.
             weight: [hidden].
             eps: added to the mean square.
-            sms: the most SMs of a GPU that the sum may take, if the residual is not divided; 0 for copy engines. The
-                norm is then a separate kernel, with the same bits.
+            sms: the most SMs of a GPU that the sum may take; 0 for copy engines. The norm is then a separate kernel,
+                with the same bits.
         """
         if self.size == 1 and x.device.type == "cpu" and not self.comm.topology.runs_grids:
             self._separate_norm(x, residual, weight, eps, x)
@@ -130,14 +113,12 @@ class Parallel:
             if sms is not None:
                 self._separate_norm(self.comm.all_reduce(x, out=x, sms=sms), residual, weight, eps, x)
                 normed = x
-            elif residual.shape[0] == x.shape[0] and self._unfused:
+            elif self._unfused:
                 residual += self.comm.all_reduce(x, out=x, algorithm=self.algorithm)
                 normed = F.rms_norm(residual.float(), weight.shape, weight.float(), eps).to(x.dtype)
-            elif residual.shape[0] == x.shape[0]:
+            else:
                 algorithm = self._algorithm("all_reduce_rms_norm", x)
                 normed, residual = self.comm.all_reduce_rms_norm(x, residual, weight, eps, algorithm, out=(x, residual))
-            else:
-                normed, residual = self.comm.reduce_scatter_rms_norm(x, residual, weight, eps, gather=True)
         return normed, residual
 
     def reduce_post_norm(
@@ -150,7 +131,7 @@ class Parallel:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum ``x`` over the ranks, normalize it with ``post``, add the residual and normalize that with ``weight``.
 
-        Either norm may be None. The residual is not divided between the ranks; both tensors are overwritten.
+        Either norm may be None. Both tensors are overwritten.
 
         Returns the norm (the residual if ``weight`` is None), and the new residual.
         """
@@ -180,12 +161,6 @@ class Parallel:
             return x.reshape(-1)
         with self.timer.communication():
             return self.comm.all_gather(x.reshape(-1), sizes=[x.shape[0] * width for width in widths])
-
-    def gather_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """Gather ``[rows, ...]`` of every rank of the stage, concatenated along the rows."""
-        with self.timer.communication():
-            x = self.comm.all_gather(x)
-        return x
 
     def can_send_back(self, x: torch.Tensor) -> bool:
         """Return whether the last stage can send such an ``x`` to the first after each step (:meth:`send_back`) without

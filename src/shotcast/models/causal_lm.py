@@ -121,7 +121,7 @@ class CausalLM:
     def overlapped(self, batches: Sequence[Batch], caches: list[KVCache], controller: Controller) -> Logits | None:
         """Run one step in parts, each of which communicates while the others compute.
 
-        The model must be one stage without :attr:`overlap_unsupported_reason`, and no step may divide the residual.
+        The model must be one stage without :attr:`overlap_unsupported_reason`.
         Returns the logits of the ``logits_indices`` of all parts, or None if they are empty.
 
         Args:
@@ -207,14 +207,14 @@ class CausalLM:
         normed: torch.Tensor | Float8Rows
         if self.embeddings is not None:
             partial = self.embeddings.embed(batch.tokens)
-            residual = torch.zeros_like(partial[parallel.part(tokens)])
+            residual = torch.zeros_like(partial)
             normed, residual = self.blocks[0].normed_input(partial, residual)
         else:
             hidden = torch.empty(tokens, self.config.hidden, dtype=self.dtype, device=batch.tokens.device)
             parallel.receive(hidden)
             weight = self.blocks[0].attention_norm
             normed = hidden if weight is None else self._norm(hidden, weight)
-            residual = hidden[parallel.part(tokens)].contiguous()
+            residual = hidden
         for index, (block, cache) in enumerate(zip(self.blocks, caches, strict=True)):
             partial, residual = block(normed, residual, cache, batch)
             if index + 1 < len(self.blocks):
@@ -224,8 +224,6 @@ class CausalLM:
             hidden = parallel.all_reduce(partial)
             if post is not None:
                 hidden = self._norm(hidden, post)
-            if parallel.divides_residual(tokens):
-                residual = parallel.gather_rows(residual)
             parallel.send(hidden + residual)
             return None
         if post is not None:
