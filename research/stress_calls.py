@@ -29,14 +29,8 @@ SPECIAL = (0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-45, -1e-45, 
 EPS = 1e-5
 LEAST = 1 << 16
 """The fewest elements of a pool: the longest rows of all ranks fit in half of it."""
-FUSED_FORMS = {
-    f"{op}{'_fp8' if quantized else ''}": (scatter, gather, quantized)
-    for op, scatter, gather in (
-        ("all_reduce", False, False), ("reduce_scatter", True, False), ("reduce_scatter_all_gather", True, True)
-    )
-    for quantized in (False, True)
-}  # fmt: skip
-"""Fused calls by name: whether each rank gets its rows alone, whether norms are gathered, and whether they are FP8."""
+FUSED_FORMS = {"all_reduce": False, "all_reduce_fp8": True}
+"""Fused calls by name, and whether their norms are FP8."""
 COPIES = (
     "all_gather", "uneven_all_gather", "all_to_all", "all_to_all_uneven", "broadcast", "gather", "scatter", "send_recv",
 )  # fmt: skip
@@ -362,33 +356,21 @@ class Stress:
         """Make a fused call: the sum and the new residual have exact bits, the norm is compared with float64."""
         hidden = 4096 if self._cuda else case.rng.choice([64, 520, 2048])
         dtype = "bfloat16" if self._cuda else case.dtype  # each dtype is another kernel to compile
-        scatter = case.rng.choice([False, True])
-        gather = scatter and case.rng.random() < 0.5
-        if case.form:
-            scatter, gather, _ = FUSED_FORMS[case.form]
-        shards, tame = self._size if scatter else 1, self._plan.largest // 2
-        rows = max(1, min(16, case.count // (hidden * self._size), tame // (hidden * shards)))
-        count = rows * shards * hidden
+        tame = self._plan.largest // 2
+        rows = max(1, min(16, case.count // (hidden * self._size), tame // hidden))
+        count = rows * hidden
         case = case._replace(dtype=dtype, count=count, start=case.rng.randrange(tame - count + 1) // 16 * 16)
         xs = [x.view(-1, hidden) for x in self._windows(case)]
-        residuals = [x[:rows].flip(0) for x in xs[:shards]]
+        before = xs[0].flip(0)
         weight = self._pools[dtype][0][:hidden].clamp(-2, 2)
-        shard = self._rank % shards
-        total = reference.ordered_sum(xs)
-        every = reference.add_residual(total, torch.cat(residuals))
-        new_residual = every.view(shards, rows, hidden)[shard]
-        operands = (xs[self._rank], residuals[shard].contiguous(), weight, EPS)
-        quantized = FUSED_FORMS[case.form][2] if case.form else case.rng.random() < 0.5
+        new_residual = reference.add_residual(reference.ordered_sum(xs), before)
+        operands = (xs[self._rank], before, weight, EPS)
+        quantized = FUSED_FORMS[case.form] if case.form else case.rng.random() < 0.5
         comm, options = self._comm, {"with_normed": True} if quantized else {}
-        got: Any
-        if scatter:
-            make = comm.reduce_scatter_rms_norm_fp8 if quantized else comm.reduce_scatter_rms_norm
-            got = make(*operands, gather=gather, **options)
-        else:
-            got = (comm.all_reduce_rms_norm_fp8 if quantized else comm.all_reduce_rms_norm)(*operands, **options)
+        got: Any = (comm.all_reduce_rms_norm_fp8 if quantized else comm.all_reduce_rms_norm)(*operands, **options)
         normed, residual = (got.normed, got.new_residual) if isinstance(got, Fp8Normed) else got
         wrong = differing(residual, new_residual)
-        wrong = wrong + beyond_rounding(normed, every if gather else new_residual, weight)
+        wrong = wrong + beyond_rounding(normed, new_residual, weight)
         if isinstance(got, Fp8Normed):
             wanted, scale = reference.quantize(normed)
             wrong = wrong + differing(got.quantized.float(), wanted.float()) + differing(got.scale, scale)

@@ -34,7 +34,6 @@ from shotcast.transport.triton.exchanges import DOUBLING, HALVING, PAIRS, PAIRS_
 from shotcast.transport.triton.few_sms import few_sms, mapped_block
 from shotcast.transport.triton.fused_nvrar import nvrar_norm
 from shotcast.transport.triton.fused_one_shot import one_shot_norm
-from shotcast.transport.triton.fused_reduce_scatter import COMPILE_OPTIONS, scatter_norm
 from shotcast.transport.triton.fused_tiles import RowCells
 from shotcast.transport.triton.fused_two_shot import two_shot_norm
 from shotcast.transport.triton.multimem import multimem_all_reduce
@@ -103,8 +102,6 @@ FUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     "fused_one_shot": (one_shot_norm, {}),
     "fused_two_shot": (two_shot_norm, {"CLEAR_AFTER_READ": False}),
     "fused_two_shot_clears": (two_shot_norm, {"CLEAR_AFTER_READ": True}),
-    "fused_scatter": (scatter_norm, {"GATHER": False}),
-    "fused_gather": (scatter_norm, {"GATHER": True}),
 }
 
 
@@ -331,11 +328,10 @@ def compiled_fused(
         "BLOCK": tile_words * warps,
         "ROW_BLOCK": block,
         "ROW_TILES": -(-words // tile_words),
-        "GROUP": min(world_size, tiles.slots_at_once(block, warps)),
         "WARPS": warps,
         "PDL": capability >= 90,
     }
-    return build_shape(kernel, values, warps, capability, COMPILE_OPTIONS if kernel is scatter_norm else None)
+    return build_shape(kernel, values, warps, capability)
 
 
 def build_shape(

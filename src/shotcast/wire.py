@@ -57,15 +57,11 @@ class Op(enum.IntEnum):
     RECV = 7
     BARRIER = 8
     ALL_REDUCE_RMS_NORM = 9
-    REDUCE_SCATTER_RMS_NORM = 10
-    REDUCE_SCATTER_RMS_NORM_ALL_GATHER = 11
     REDUCE = 12
     GATHER = 13
     SCATTER = 14
     ALL_TO_ALL_UNEVEN = 15
     ALL_REDUCE_LAYER_NORM = 16
-    REDUCE_SCATTER_LAYER_NORM = 17
-    REDUCE_SCATTER_LAYER_NORM_ALL_GATHER = 18
 
     __hash__ = int.__hash__  # an enum hashes its name, which takes longer, and every call is looked up
 
@@ -75,10 +71,7 @@ class Op(enum.IntEnum):
 
 
 ALL_REDUCE_NORMS = (Op.ALL_REDUCE_RMS_NORM, Op.ALL_REDUCE_LAYER_NORM)
-REDUCE_SCATTER_NORMS = (Op.REDUCE_SCATTER_RMS_NORM, Op.REDUCE_SCATTER_LAYER_NORM)
-GATHERED_NORMS = (Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER, Op.REDUCE_SCATTER_LAYER_NORM_ALL_GATHER)
-"""Operations that normalize the rows of a sum, each in an RMSNorm and a LayerNorm form."""
-LAYER_NORMS = (ALL_REDUCE_NORMS[1], REDUCE_SCATTER_NORMS[1], GATHERED_NORMS[1])
+"""Operations that normalize the rows of a sum."""
 
 _LABELS = {int(op): op.label for op in Op}
 """Operations by header code."""
@@ -356,7 +349,7 @@ class Header:
 
     @property
     def _norms(self) -> bool:
-        return self.op.endswith(("_norm", "_norm_all_gather"))
+        return self.op.endswith("_norm")
 
     def differs(self, fields: Collection[str], ranks: Sequence[int] = ()) -> str:
         """Describe the call in words, including its launch and piece if they are among the differing ``fields``.

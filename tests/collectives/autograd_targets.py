@@ -235,11 +235,6 @@ def forgotten_histories() -> None:
         assert torch.equal(x.grad, torch.zeros(3))
 
 
-def fused(comm: Communicator, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return x, the residual with this rank's share of its rows, and the weight, of a fused call."""
-    return torch.ones(comm.world_size * rows, 8), torch.ones(rows, 8), torch.ones(8)
-
-
 Write = Callable[[Communicator, torch.Tensor], object]
 
 WRITES: dict[str, Write] = {
@@ -260,7 +255,6 @@ WRITES: dict[str, Write] = {
     "new_residual": lambda comm, y: comm.all_reduce_rms_norm(
         torch.ones_like(y), torch.ones_like(y), torch.ones(8), out=(y.new_empty(y.shape), y)
     ),
-    "scattered": lambda comm, y: comm.reduce_scatter_rms_norm(*fused(comm, len(y)), out=(y.new_empty(y.shape), y)),
 }
 """Calls that write a tensor [N * k, 8]."""
 
@@ -292,12 +286,12 @@ def raised_versions() -> None:
         with torch.inference_mode():
             for write in WRITES.values():
                 write(comm, torch.ones(2 * comm.world_size, 8))
-        x, residual, weight = fused(comm, 2)
-        out = comm.reduce_scatter_rms_norm_fp8(x, residual, weight, with_normed=True)
+        x, residual, weight = torch.ones(2, 8), torch.ones(2, 8), torch.ones(8)
+        out = comm.all_reduce_rms_norm_fp8(x, residual, weight, with_normed=True)
         before = [tensor._version for tensor in out]
-        comm.reduce_scatter_rms_norm_fp8(x, residual, weight, with_normed=True, out=out)
+        comm.all_reduce_rms_norm_fp8(x, residual, weight, with_normed=True, out=out)
         assert [tensor._version for tensor in out] == [version + 1 for version in before]
-        comm.reduce_scatter_rms_norm_fp8(x, residual, weight, scale=torch.ones(()), out=out)
+        comm.all_reduce_rms_norm_fp8(x, residual, weight, scale=torch.ones(()), out=out)
         assert [tensor._version for tensor in out] == [
             version + more for version, more in zip(before, (2, 1, 2, 1), strict=True)
         ]
@@ -355,29 +349,24 @@ def norm_gradients() -> None:
             return [torch.randn(shape, generator=generator).requires_grad_() for _ in range(count)]
 
         def losses(normed: torch.Tensor, new_residual: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
-            return (normed.sin() * weights[0][: len(normed)]).sum() + (
-                new_residual * weights[1][: len(new_residual)]
-            ).sum()
+            return (normed.sin() * weights[0]).sum() + (new_residual * weights[1]).sum()
 
         functional = torch.nn.functional
-        forms = ((False, False), (True, False), (True, True))
-        for (scatter, gather), layer in itertools.product(forms, (False, True)):
+        rows = 2 * size
+        for layer in (False, True):
             for with_out in (False, True):
-                rows = 2 * size
-                own = 2 if scatter else rows
-                xs, residuals, gains = leaves(size, rows, 3, 8), leaves(size, own, 3, 8), leaves(size, 8)
+                xs, residuals, gains = leaves(size, rows, 3, 8), leaves(size, rows, 3, 8), leaves(size, 8)
                 biases = leaves(size, 8) if layer else []
                 weights = leaves(2 * size, rows, 3, 8)
                 total = sum(xs)
-                parts = [part + residuals[r] for r, part in enumerate(total.chunk(size) if scatter else [total] * size)]
+                parts = [total + residual for residual in residuals]
                 if layer:
                     normed = [
                         functional.layer_norm(part, (8,), gains[r], biases[r], eps) for r, part in enumerate(parts)
                     ]
                 else:
                     normed = [functional.rms_norm(part, (8,), gains[r], eps) for r, part in enumerate(parts)]
-                gathered = [torch.cat(normed)] * size if gather else normed
-                loss = sum(losses(gathered[r], parts[r], weights[r::size]) for r in range(size))
+                loss = sum(losses(normed[r], parts[r], weights[r::size]) for r in range(size))
                 mine = [xs[rank], residuals[rank], gains[rank], *biases[rank : rank + 1]]
                 wanted = torch.autograd.grad(loss, mine, create_graph=True)
                 wanted += torch.autograd.grad(
@@ -387,11 +376,11 @@ def norm_gradients() -> None:
                     ),
                     mine,
                 )
-                out = (torch.empty_like(gathered[rank]), residuals[rank] * 1) if with_out else None
+                out = (torch.empty_like(normed[rank]), residuals[rank] * 1) if with_out else None
                 if with_out:
                     out = (out[0].detach(), out[1])
-                name = f"{'reduce_scatter' if scatter else 'all_reduce'}_{'layer' if layer else 'rms'}_norm"
-                got = getattr(comm, name)(*mine, eps, *((gather,) if scatter else ()), out=out)
+                call = comm.all_reduce_layer_norm if layer else comm.all_reduce_rms_norm
+                got = call(*mine, eps, out=out)
                 if out is not None:
                     assert got[0] is out[0]
                     assert got[1] is out[1]
@@ -399,22 +388,22 @@ def norm_gradients() -> None:
                 second = torch.autograd.grad(sum(g.square().sum() for g in first), mine)
                 for ours, plain in zip((*first, *second), wanted, strict=True):
                     torch.testing.assert_close(ours, plain, rtol=2e-4, atol=2e-4)
-        x, residual, weight = fused(comm, 2)
+        x, residual, weight = torch.ones(2, 8), torch.ones(2, 8), torch.ones(8)
         gain = weight.clone().requires_grad_()
-        for call in (comm.reduce_scatter_rms_norm, comm.reduce_scatter_layer_norm):
+        for call in (comm.all_reduce_rms_norm, comm.all_reduce_layer_norm):
             call(x.bfloat16(), residual.bfloat16(), gain)[0].float().sum().backward()
             assert gain.grad.dtype == torch.float32
         with pytest.raises(shotcast.UnsupportedError, match="bias requires grad"):
-            comm.reduce_scatter_layer_norm_fp8(x, residual, weight, gain)
+            comm.all_reduce_layer_norm_fp8(x, residual, weight, gain)
         for number in range(3):
             operands = [tensor.clone().requires_grad_(number == n) for n, tensor in enumerate((x, residual, weight))]
             with pytest.raises(
                 shotcast.UnsupportedError, match=r"has no derivative, and (x|residual|weight) requires grad"
             ):
-                comm.reduce_scatter_rms_norm_fp8(*operands)
+                comm.all_reduce_rms_norm_fp8(*operands)
             with torch.no_grad():
-                comm.reduce_scatter_rms_norm_fp8(*operands)
+                comm.all_reduce_rms_norm_fp8(*operands)
         history = residual.requires_grad_() * 1
-        out = Fp8Normed(*comm.reduce_scatter_rms_norm_fp8(x, residual.detach(), weight)[:2], history, None)
+        out = Fp8Normed(*comm.all_reduce_rms_norm_fp8(x, residual.detach(), weight)[:2], history, None)
         with pytest.raises(shotcast.UnsupportedError, match="new_residual requires grad"):
-            comm.reduce_scatter_rms_norm_fp8(x, residual.detach(), weight, out=out)
+            comm.all_reduce_rms_norm_fp8(x, residual.detach(), weight, out=out)

@@ -314,21 +314,6 @@ CALLS: dict[str, tuple[Call, type[ShotcastError], tuple[str, ...]]] = {
         ConfigError,
         ("there is no ring all_reduce_rms_norm; there is one_shot, two_shot",),
     ),
-    "scattered norm, not divisible": (
-        lambda c: c.reduce_scatter_rms_norm(x(7, 6), x(1, 6), x(6)),
-        ConfigError,
-        ("reduce_scatter_rms_norm: the first dimension of x", "[7, 6]"),
-    ),
-    "scattered norm of one row": (
-        lambda c: c.reduce_scatter_rms_norm(x(6), x(6), x(6)),
-        ConfigError,
-        ("[N * k, ..., hidden]", "[6]"),
-    ),
-    "scattered norm with all residuals": (
-        lambda c: c.reduce_scatter_rms_norm(x(6, 8), x(6, 8), x(8)),
-        ConfigError,
-        ("residual [k, ..., hidden]", "[6, 8], [6, 8], [8]"),
-    ),
     "FP8 by two scales": (
         lambda c: c.all_reduce_rms_norm_fp8(x(2, 6), x(2, 6), x(6), scale=x(2)),
         ConfigError,
@@ -352,8 +337,8 @@ CALLS: dict[str, tuple[Call, type[ShotcastError], tuple[str, ...]]] = {
         ("normed of out must be [2, 6] of torch.float32; it is None",),
     ),
     "FP8 into integers": (
-        lambda c: c.reduce_scatter_rms_norm_fp8(
-            x(6, 8), x(6 // c.world_size, 8), x(8), gather=True, out=(x(6, 8).to(torch.uint8), x(6, 1), x(2, 8), None)
+        lambda c: c.all_reduce_rms_norm_fp8(
+            x(6, 8), x(6, 8), x(8), out=(x(6, 8).to(torch.uint8), x(6, 1), x(6, 8), None)
         ),
         ConfigError,
         ("quantized of out must be [6, 8] of torch.float8_e4m3fn; it is [6, 8] of torch.uint8",),
@@ -438,12 +423,8 @@ METHODS: dict[str, Call] = {
     "barrier": lambda c: c.barrier(),
     "all_reduce_rms_norm": lambda c: c.all_reduce_rms_norm(x(6), x(6), x(6)),
     "all_reduce_rms_norm_fp8": lambda c: c.all_reduce_rms_norm_fp8(x(6), x(6), x(6)),
-    "reduce_scatter_rms_norm": lambda c: c.reduce_scatter_rms_norm(x(2, 6), x(1, 6), x(6)),
-    "reduce_scatter_rms_norm_fp8": lambda c: c.reduce_scatter_rms_norm_fp8(x(2, 6), x(1, 6), x(6), gather=True),
     "all_reduce_layer_norm": lambda c: c.all_reduce_layer_norm(x(6), x(6), x(6)),
     "all_reduce_layer_norm_fp8": lambda c: c.all_reduce_layer_norm_fp8(x(6), x(6), x(6)),
-    "reduce_scatter_layer_norm": lambda c: c.reduce_scatter_layer_norm(x(2, 6), x(1, 6), x(6)),
-    "reduce_scatter_layer_norm_fp8": lambda c: c.reduce_scatter_layer_norm_fp8(x(2, 6), x(1, 6), x(6), gather=True),
     "integers": lambda c: c.all_reduce(x(6).long()),
     "check": lambda c: c.check(),
     "reset": lambda c: c.reset(),

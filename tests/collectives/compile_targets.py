@@ -188,7 +188,6 @@ def opcheck() -> list[str]:
         n, rank, name = comm.world_size, comm.rank, comm.name
         x = values(comm, 2 * n, 3).requires_grad_()
         normed = values(comm, 2 * n, 16), values(comm, 2 * n, 16, seed=1), values(comm, 16)
-        scattered = values(comm, 2 * n, 16), values(comm, 2, 16, seed=1), values(comm, 16)
         arguments: dict[str, list[tuple[Any, ...]]] = {
             "all_reduce": [(x, name, "auto", "sum"), (x, name, "vendor", "max")],
             "all_reduce_gradient": [(x.detach(), x.detach(), name, "prod")],
@@ -215,22 +214,10 @@ def opcheck() -> list[str]:
                 (*normed, None, name, 1e-6, False, "auto"),
                 (*normed, torch.ones(()), name, 1e-6, True, "auto"),
             ],
-            "reduce_scatter_rms_norm": [(*scattered, name, 1e-6, gather, "auto") for gather in (False, True)],
-            "reduce_scatter_rms_norm_fp8": [
-                (*scattered, None, name, 1e-6, True, False, "auto"),
-                (*scattered, torch.ones(()), name, 1e-6, False, True, "auto"),
-            ],
             "all_reduce_layer_norm": [(*normed, bias, name, 1e-5, "auto") for bias in (None, normed[2])],
             "all_reduce_layer_norm_fp8": [
                 (*normed, None, None, name, 1e-5, False, "auto"),
                 (*normed, normed[2], torch.ones(()), name, 1e-5, True, "auto"),
-            ],
-            "reduce_scatter_layer_norm": [
-                (*scattered, bias, name, 1e-5, gather, "auto") for gather, bias in ((False, None), (True, normed[2]))
-            ],
-            "reduce_scatter_layer_norm_fp8": [
-                (*scattered, None, None, name, 1e-5, True, False, "auto"),
-                (*scattered, normed[2], torch.ones(()), name, 1e-5, False, True, "auto"),
             ],
         }
         assert sorted(arguments) == sorted(operators.OPERATORS)
@@ -283,25 +270,22 @@ def model_equals_eager(backend: str) -> int:
 
 def fused_calls(comm: Communicator, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> list[Any]:
     """Make each fused method's call in each of its forms. ``residual`` is changed."""
-    k = x.shape[0] // comm.world_size
-    mine, given = residual[k * comm.rank : k * (comm.rank + 1)].clone(), torch.full((), 0.25, device=x.device)
+    given = torch.full((), 0.25, device=x.device)
     results: list[torch.Tensor] = []
     results += comm.all_reduce_rms_norm(x, residual, weight)
     results += comm.all_reduce_rms_norm(x, residual, weight, 1e-3, "two_shot", (torch.empty_like(x), residual))
     results += comm.all_reduce_rms_norm_fp8(x, residual, weight)[:3]
     results += [*comm.all_reduce_rms_norm_fp8(x, residual, weight, scale=given, with_normed=True, algorithm="one_shot")]
-    for gather in (False, True):
-        results += comm.reduce_scatter_rms_norm(x, mine, weight, gather=gather)
-        result = comm.reduce_scatter_rms_norm_fp8(x, mine, weight, gather=gather, with_normed=gather)
-        assert (result.normed is None) is not gather
+    for with_normed in (False, True):
+        result = comm.all_reduce_rms_norm_fp8(x, residual, weight, with_normed=with_normed)
+        assert (result.normed is None) is not with_normed
         results += [tensor for tensor in result if tensor is not None]
-        out = Fp8Normed(*(torch.empty_like(tensor) for tensor in results[-4:])) if gather else None
-        results += comm.reduce_scatter_rms_norm_fp8(x, mine, weight, 1e-2, None, gather, gather, "auto", out)[:3]
-        if out is not None:
-            results += [*out]
-        results += comm.reduce_scatter_layer_norm(x, mine, weight.float(), weight.float(), gather=gather)
-        results += comm.reduce_scatter_layer_norm_fp8(x, mine, weight, None, 1e-2, given, False, gather)[:3]
+    out = Fp8Normed(*(torch.empty_like(tensor) for tensor in results[-4:]))
+    results += comm.all_reduce_rms_norm_fp8(x, residual, weight, 1e-2, None, True, "auto", out)[:3]
+    results += [*out]
     results += comm.all_reduce_layer_norm(x, residual, weight)
+    results += comm.all_reduce_layer_norm(x, residual, weight.float(), weight.float())
+    results += comm.all_reduce_layer_norm_fp8(x, residual, weight, None, 1e-2, given, False)[:3]
     results += comm.all_reduce_layer_norm(
         x, residual, weight, weight, 1e-3, "two_shot", (torch.empty_like(x), residual)
     )
@@ -321,15 +305,14 @@ def fused_equals_eager(backend: str) -> int:
             )
             there = residual.clone()
             wanted = call(x, residual, weight)
-            assert len(wanted) == 49
+            assert len(wanted) == 37
             assert_same([*traced(x, there, weight), there], [*wanted, residual])
         for text, bad in {
             "a weight of any of these": lambda: comm.all_reduce_rms_norm(x, residual, weight.double()),
-            "divided among": lambda: comm.reduce_scatter_rms_norm(x[1:], residual, weight),
             "shapes are": lambda: comm.all_reduce_rms_norm_fp8(x, residual[1:], weight),
             "out is (normed, new_residual)": lambda: comm.all_reduce_rms_norm(x, residual, weight, out=(x,)),
             "out must be": lambda: comm.all_reduce_rms_norm(x, residual, weight, out=(x, None)),
-            "must be": lambda: comm.reduce_scatter_rms_norm(x, residual, weight, out=(x[1:], residual)),
+            "must be": lambda: comm.all_reduce_rms_norm(x, residual, weight, out=(x[1:], residual)),
         }.items():
             with pytest.raises(Exception, match=re.escape(text)):
                 torch.compile(bad, fullgraph=True, backend=backend)()
@@ -341,28 +324,21 @@ def fused_gradients(backend: str) -> None:
     with shotcast.Communicator(device="cpu", timeout_s=300) as comm:
         n = comm.world_size
 
-        def whole(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        def call(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             normed, total = comm.all_reduce_rms_norm(x, residual, weight)
             out = torch.empty_like(x), total * 2
             comm.all_reduce_rms_norm(normed, total, weight, out=out)
             normed, total = comm.all_reduce_layer_norm(out[0], out[1], weight, weight.sin())
-            return normed * total
+            return torch.cat([normed * total, *comm.all_reduce_layer_norm(normed.cos(), total, weight)])
 
-        def shared(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            own, total = comm.reduce_scatter_rms_norm(x, residual[:2], weight)
-            normed, total = comm.reduce_scatter_rms_norm(x.sin(), own * total, weight, gather=True)
-            own, shifted = comm.reduce_scatter_layer_norm(normed.cos(), total, weight)
-            return torch.cat([comm.reduce_scatter_layer_norm(x, own, weight, weight, gather=True)[0], shifted])
-
-        for call in (whole, shared):
-            gradients = []
-            for run in (call, torch.compile(call, fullgraph=True, backend=backend)):
-                leaves = [values(comm, *shape).requires_grad_() for shape in ((2 * n, 3, 8), (2 * n, 3, 8), (8,))]
-                result = run(*leaves)
-                result.square().sum().backward()
-                gradients.append([result, *(leaf.grad for leaf in leaves)])
-            for got, wanted in zip(*gradients, strict=True):
-                torch.testing.assert_close(got, wanted)
+        gradients = []
+        for run in (call, torch.compile(call, fullgraph=True, backend=backend)):
+            leaves = [values(comm, *shape).requires_grad_() for shape in ((2 * n, 3, 8), (2 * n, 3, 8), (8,))]
+            result = run(*leaves)
+            result.square().sum().backward()
+            gradients.append([result, *(leaf.grad for leaf in leaves)])
+        for got, wanted in zip(*gradients, strict=True):
+            torch.testing.assert_close(got, wanted)
         with pytest.raises(Exception, match="x requires grad"):
             torch.compile(lambda x: comm.all_reduce_rms_norm_fp8(x, x, x[0, 0])[2], fullgraph=True, backend=backend)(
                 values(comm, 2, 3, 8).requires_grad_()

@@ -30,8 +30,6 @@ OPERATIONS = {
     "recv": ("auto",),
     "barrier": ("auto",),
     "all_reduce_rms_norm": ("one_shot", "two_shot"),
-    "reduce_scatter_rms_norm": ("one_shot",),
-    "reduce_scatter_rms_norm_all_gather": ("two_shot",),
 }
 """Operations, with the algorithms by which native kernels serve them. In ``send`` the receiver is at fault, in ``recv``
 the sender."""

@@ -187,11 +187,10 @@ def _sender(case: Case) -> int:
 
 
 def _operations(operation: str) -> tuple[str, ...]:
-    """Return the names that an error may give to an operation, seen from either end and with its parts."""
+    """Return the names that an error may give to an operation, seen from either end and with its sum."""
     if operation in MESSAGES:
         return MESSAGES
-    parts = ("all_reduce", "reduce_scatter", "all_gather") if operation in FUSED else ()
-    return (label(operation), *parts)
+    return (label(operation), "all_reduce") if operation in FUSED else (label(operation),)
 
 
 # -- programs of users ------------------------------------------------------------------------------------------------

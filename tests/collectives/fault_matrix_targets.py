@@ -460,19 +460,10 @@ class _Made:
     def _make_fused(
         self, comm: Communicator, operation: str, rows: int, filled: Callable[..., torch.Tensor], algorithm: str
     ) -> None:
-        shards = 1 if operation == "all_reduce_rms_norm" else comm.world_size
-        gather = operation.endswith("all_gather")
-        x, residual, weight = filled(shards * rows, HIDDEN), filled(rows, HIDDEN), filled(HIDDEN)
-        normed = torch.zeros_like(x if gather else residual)
-        self.outputs = [normed, torch.zeros_like(residual)]
-        out = (self.outputs[0], self.outputs[1])
-        self.explained = (x, operation)
-        if shards == 1:
-            self.call = lambda: comm.all_reduce_rms_norm(x, residual, weight, algorithm=algorithm, out=out)
-        else:
-            self.call = lambda: comm.reduce_scatter_rms_norm(
-                x, residual, weight, gather=gather, algorithm=algorithm, out=out
-            )
+        x, residual, weight = filled(rows, HIDDEN), filled(rows, HIDDEN), filled(HIDDEN)
+        out = (torch.zeros_like(x), torch.zeros_like(residual))
+        self.outputs, self.explained = [*out], (x, operation)
+        self.call = lambda: comm.all_reduce_rms_norm(x, residual, weight, algorithm=algorithm, out=out)
 
     def run(self) -> None:
         for _ in range(self.times):

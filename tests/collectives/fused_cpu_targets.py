@@ -17,8 +17,6 @@ def one_call_and_in_place() -> None:
     """Check that each fused operation is one call of the executor, and that outputs may overwrite the inputs."""
     with shotcast.Communicator(device="cpu", timeout_s=100) as comm:
         assert comm.candidates(torch.ones(4, 7), "all_reduce_rms_norm") == ["one_shot", "two_shot", "vendor"]
-        assert comm.candidates(torch.ones(4, 7), "reduce_scatter_rms_norm") == ["one_shot", "vendor"]
-        assert comm.candidates(torch.ones(4, 7), "reduce_scatter_rms_norm_all_gather") == ["two_shot", "vendor"]
         executor = comm._executor
         assert executor is not None
         x, residual, weight = torch.full((4, 70), comm.rank + 1.0), torch.arange(280.0).view(4, 70), torch.ones(70)
@@ -30,14 +28,14 @@ def one_call_and_in_place() -> None:
         assert again[1] is residual
         assert torch.equal(bits(x), bits(normed))
         assert torch.equal(bits(residual), bits(new_residual))
-        x, mine = torch.full((4, 70), comm.rank + 1.0), torch.arange(280.0).view(2, 2, 70)[comm.rank].clone()
-        out = Fp8Normed(torch.empty(4, 70, dtype=torch.float8_e4m3fn), torch.empty(4, 1), mine, torch.empty(4, 70))
+        x, residual = torch.full((4, 70), comm.rank + 1.0), torch.arange(280.0).view(4, 70)
+        out = Fp8Normed(torch.empty(4, 70, dtype=torch.float8_e4m3fn), torch.empty(4, 1), residual, x)
         epoch = executor.epoch
-        got = comm.reduce_scatter_rms_norm_fp8(x, mine, weight, with_normed=True, gather=True, out=out)
+        got = comm.all_reduce_rms_norm_fp8(x, residual, weight, with_normed=True, out=out)
         assert executor.epoch == epoch + 1
-        assert got.normed is out.normed
-        assert torch.equal(bits(out.normed), bits(normed))
-        assert torch.equal(bits(mine), bits(new_residual.view(2, 2, 70)[comm.rank]))
+        assert got.normed is x
+        assert torch.equal(bits(x), bits(normed))
+        assert torch.equal(bits(residual), bits(new_residual))
 
 
 def rows_without_elements() -> str:
@@ -67,14 +65,14 @@ def by_the_vendor_library() -> None:
 def late_rank() -> None:
     with shotcast.Communicator(device="cpu", timeout_s=100) as comm:
         x, weight = torch.ones(4, 48, dtype=torch.bfloat16), torch.ones(48, dtype=torch.bfloat16)
-        residual = torch.ones(2, 48, dtype=torch.bfloat16)
-        comm.reduce_scatter_rms_norm_fp8(x, residual, weight, gather=True)
+        residual = torch.ones(4, 48, dtype=torch.bfloat16)
+        comm.all_reduce_rms_norm_fp8(x, residual, weight)
         comm.set_timeout(0.4)
         out = Fp8Normed(torch.zeros(4, 48).to(torch.float8_e4m3fn), torch.zeros(4, 1), torch.zeros_like(residual), None)
         if comm.rank == 1:
             time.sleep(1.0)
-        with pytest.raises(CollectiveTimeout, match="reduce_scatter_rms_norm_all_gather") as caught:
-            comm.reduce_scatter_rms_norm_fp8(x, residual, weight, gather=True, out=out)
+        with pytest.raises(CollectiveTimeout, match="all_reduce_rms_norm") as caught:
+            comm.all_reduce_rms_norm_fp8(x, residual, weight, out=out)
         assert list(caught.value.missing) == [1]
         if comm.rank == 0:
             assert out.new_residual.isnan().all()
@@ -82,5 +80,5 @@ def late_rank() -> None:
             assert (out.quantized.view(torch.uint8) == 0x7F).all()
         comm.set_timeout(20)
         comm.reset()
-        again = comm.reduce_scatter_rms_norm_fp8(x, residual, weight, gather=True)
-        assert again.new_residual.tolist() == [[3.0] * 48] * 2
+        again = comm.all_reduce_rms_norm_fp8(x, residual, weight)
+        assert again.new_residual.tolist() == [[3.0] * 48] * 4

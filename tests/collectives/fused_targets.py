@@ -24,10 +24,7 @@ QUANTIZATIONS = ("", "static", "dynamic")
 
 
 class Case(NamedTuple):
-    """Rows of one length. ``rows`` is the number that a rank ends up with, also after a reduce-scatter.
-
-    ``weight`` is the dtype of the weight where it is another than that of the rows.
-    """
+    """Rows of one length. ``weight`` is the dtype of the weight where it is another than that of the rows."""
 
     dtype: str
     rows: int
@@ -37,10 +34,10 @@ class Case(NamedTuple):
 
 
 class Data(NamedTuple):
-    """Every rank's tensors, the same on all ranks. ``residuals`` holds one residual for each shard."""
+    """Every rank's tensors, the same on all ranks."""
 
     xs: list[torch.Tensor]
-    residuals: list[torch.Tensor]
+    residual: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor
     scale: torch.Tensor
@@ -55,7 +52,7 @@ class Results(NamedTuple):
     scale: torch.Tensor | None = None
 
 
-def data(case: Case, shards: int, world_size: int, seed: int, device: torch.device) -> Data:
+def data(case: Case, world_size: int, seed: int, device: torch.device) -> Data:
     """Return inputs of every magnitude whose squares the dtype can hold.
 
     They include rows of zeros, rows with NaN and rows with infinity.
@@ -71,13 +68,10 @@ def data(case: Case, shards: int, world_size: int, seed: int, device: torch.devi
             x[3, 0] = float("inf")
         return x.to(dtype).to(device)
 
-    xs = [random_tensor(case.rows * shards, case.hidden) for _ in range(world_size)]
-    residuals = [random_tensor(case.rows, case.hidden) for _ in range(shards)]
-    if case.rows > 3:
-        for tensor in (*xs, *residuals):
-            tensor[1 :: case.rows] = 0.0
+    xs = [random_tensor(case.rows, case.hidden) for _ in range(world_size)]
+    residual = random_tensor(case.rows, case.hidden)
     weight = torch.linspace(-2, 2, case.hidden).to(FLOATS[case.weight or case.dtype]).to(device)
-    return Data(xs, residuals, weight, weight.flip(0) / 2, torch.tensor([0.031], device=device))
+    return Data(xs, residual, weight, weight.flip(0) / 2, torch.tensor([0.031], device=device))
 
 
 def close_to_exact(normed: torch.Tensor, new_residual: torch.Tensor, operands: Data, layer: bool, what: Any) -> None:
@@ -111,15 +105,13 @@ def call(
     out: Any = None,
 ) -> Results:
     """Make one fused call by its public method."""
-    layer, scatter = op in wire.LAYER_NORMS, op not in wire.ALL_REDUCE_NORMS
-    shift = (operands.bias,) if layer else ()
-    rows = (op in wire.GATHERED_NORMS,) if scatter else ()
-    make = getattr(comm, op.label.removesuffix("_all_gather") + ("_fp8" if quantize else ""))
+    shift = (operands.bias,) if op is Op.ALL_REDUCE_LAYER_NORM else ()
+    make = getattr(comm, op.label + ("_fp8" if quantize else ""))
     if not quantize:
-        normed, new_residual = make(x, residual, operands.weight, *shift, EPS, *rows, algorithm, out)
+        normed, new_residual = make(x, residual, operands.weight, *shift, EPS, algorithm, out)
         return Results(new_residual, normed)
     scale = operands.scale if quantize == "static" else None
-    got = make(x, residual, operands.weight, *shift, EPS, scale, keeps, *rows, algorithm, out)
+    got = make(x, residual, operands.weight, *shift, EPS, scale, keeps, algorithm, out)
     assert (got.normed is not None) == keeps
     assert got.scale is scale or scale is None
     return Results(got.new_residual, got.normed, got.quantized, got.scale)
@@ -127,18 +119,14 @@ def call(
 
 def unfused(comm: Communicator, op: Op, x: torch.Tensor, residual: torch.Tensor, operands: Data) -> Results:
     """Compute the sum by a plain call, and then the norm."""
-    plain = comm.all_reduce if op in wire.ALL_REDUCE_NORMS else comm.reduce_scatter
-    total = plain(x, algorithm="one_shot" if comm.topology.shape.nodes == 1 else "nvrar")
+    total = comm.all_reduce(x, algorithm="one_shot" if comm.topology.shape.nodes == 1 else "nvrar")
     # Clone the operands: the separate norm takes tensors that begin at multiples of 16 bytes.
-    kind = (wire.LAYER, operands.bias.clone()) if op in wire.LAYER_NORMS else ()
+    kind = (wire.LAYER, operands.bias.clone()) if op is Op.ALL_REDUCE_LAYER_NORM else ()
     norm, tensors = norm_operands(
-        "test", comm.device, total, residual.clone(), operands.weight.clone(), EPS, 1, False, None, *kind
+        "test", comm.device, total, residual.clone(), operands.weight.clone(), EPS, None, *kind
     )
     separate_norm.norm_sum(total, tensors, norm, comm.topology.transport.name != "compiled")
-    normed = tensors.normed
-    if op in wire.GATHERED_NORMS:
-        normed = comm.all_gather(normed)
-    return Results(tensors.new_residual, normed)
+    return Results(tensors.new_residual, tensors.normed)
 
 
 FORMS = (("", True), ("static", True), ("dynamic", False), ("static", False), ("dynamic", True))
@@ -147,23 +135,16 @@ FORMS = (("", True), ("static", True), ("dynamic", False), ("static", False), ("
 
 def check_case(comm: Communicator, case: Case, op: Op, seed: int, rng: random.Random, forms: int) -> int:
     """Check ``forms`` forms of one operation by every algorithm. Return the number of calls."""
-    rank, size = comm.rank, comm.world_size
-    shards = 1 if op in wire.ALL_REDUCE_NORMS else size
-    operands = data(case, shards, size, seed, comm.device)
+    operands = data(case, comm.world_size, seed, comm.device)
     weight, bias = shifted(operands.weight, case.shift), shifted(operands.bias, case.shift)
     operands = operands._replace(weight=weight, bias=bias)
-    x = shifted(operands.xs[rank], case.shift)
-    residual = shifted(operands.residuals[rank % shards], case.shift)
-    total = reference.tree_sum(operands.xs, comm.topology.layout)
-    wanted = reference.add_residual(total.chunk(shards)[rank % shards] if case.rows else total, residual)
-    everything = reference.add_residual(total, torch.cat(operands.residuals))
+    x = shifted(operands.xs[comm.rank], case.shift)
+    residual = shifted(operands.residual, case.shift)
+    wanted = reference.add_residual(reference.tree_sum(operands.xs, comm.topology.layout), residual)
     plain = unfused(comm, op, x, residual, operands)
     check(plain.new_residual, wanted, (case, op, "unfused"))
-    gathered = op in wire.GATHERED_NORMS
     assert plain.normed is not None
-    close_to_exact(
-        plain.normed, everything if gathered else wanted, operands, op in wire.LAYER_NORMS, (case, op, "unfused")
-    )
+    close_to_exact(plain.normed, wanted, operands, op is Op.ALL_REDUCE_LAYER_NORM, (case, op, "unfused"))
     done = 1
     known, shape = comm.topology.algorithms, comm.topology.shape
     algorithms = [
@@ -199,10 +180,6 @@ def cases(device: str, listed: list[Case], ops: list[Op], max_bytes: int, forms:
     return done
 
 
-FUSED = (Op.ALL_REDUCE_RMS_NORM, Op.REDUCE_SCATTER_RMS_NORM, Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER)
-LAYER_NORMS = wire.LAYER_NORMS
-
-
 def into_given_tensors(device: str, dtype: str, rows: int, hidden: int, shift: int) -> int:
     """Write into ``out`` tensors: the new residual over the old one, and the norm over ``x``.
 
@@ -210,23 +187,19 @@ def into_given_tensors(device: str, dtype: str, rows: int, hidden: int, shift: i
     """
     done = 0
     with shotcast.Communicator(device=device, max_bytes=1 << 18, timeout_s=60) as comm:
-        rank, size = comm.rank, comm.world_size
-        for seed, op in enumerate(FUSED):
-            shards = 1 if op in wire.ALL_REDUCE_NORMS else size
-            operands = data(Case(dtype, rows, hidden), shards, size, seed, comm.device)
-            whole = op is not Op.REDUCE_SCATTER_RMS_NORM
+        for seed, op in enumerate(wire.ALL_REDUCE_NORMS):
+            operands = data(Case(dtype, rows, hidden), comm.world_size, seed, comm.device)
+            mine, residual = operands.xs[comm.rank], operands.residual
             for algorithm, quantize in itertools.product(comm.candidates(operands.xs[0], op.label), QUANTIZATIONS):
                 if algorithm == "vendor":
                     continue
-                residual = operands.residuals[rank % shards]
-                wanted = call(comm, op, operands.xs[rank], residual, operands, quantize, True, algorithm)
-                x, given = shifted(operands.xs[rank], shift), shifted(residual, shift)
-                over = x if whole else torch.empty_like(given)
+                wanted = call(comm, op, mine, residual, operands, quantize, True, algorithm)
+                x, given = shifted(mine, shift), shifted(residual, shift)
                 if quantize:
-                    scale = torch.empty(*over.shape[:-1], 1, device=comm.device) if quantize == "dynamic" else None
-                    bytes_ = torch.empty(over.shape, dtype=torch.float8_e4m3fn, device=comm.device)
+                    scale = torch.empty(*x.shape[:-1], 1, device=comm.device) if quantize == "dynamic" else None
+                    bytes_ = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=comm.device)
                     got = call(
-                        comm, op, x, given, operands, quantize, True, algorithm, Fp8Normed(bytes_, scale, given, over)
+                        comm, op, x, given, operands, quantize, True, algorithm, Fp8Normed(bytes_, scale, given, x)
                     )
                     assert got.quantized is bytes_
                     check(bytes_.float(), wanted.quantized.float(), (op, algorithm, quantize))
@@ -234,10 +207,10 @@ def into_given_tensors(device: str, dtype: str, rows: int, hidden: int, shift: i
                         assert got.scale is scale
                         check(scale, wanted.scale, (op, algorithm, quantize))
                 else:
-                    got = call(comm, op, x, given, operands, "", True, algorithm, (over, given))
-                assert got.normed is over
+                    got = call(comm, op, x, given, operands, "", True, algorithm, (x, given))
+                assert got.normed is x
                 assert got.new_residual is given
-                check(over, wanted.normed, (op, algorithm, quantize, "normed"))
+                check(x, wanted.normed, (op, algorithm, quantize, "normed"))
                 check(given, wanted.new_residual, (op, algorithm, quantize, "new residual"))
                 done += 1
         settle(comm)
@@ -260,13 +233,11 @@ def changing_calls(
                 algorithm = shared.choice(["one_shot", "two_shot"])
                 wrong += differing(comm.all_reduce(xs[rank], algorithm=algorithm), reference.ordered_sum(xs))
                 continue
-            op = shared.choice(FUSED)
+            op = shared.choice(wire.ALL_REDUCE_NORMS)
             case = Case(dtype, shared.randrange(most_rows + 1), shared.choice(lengths))
-            shards = 1 if op in wire.ALL_REDUCE_NORMS else size
-            operands = data(case, shards, size, number, comm.device)
-            x, residual = operands.xs[rank], operands.residuals[rank % shards]
-            total = reference.ordered_sum(operands.xs)
-            wanted = reference.add_residual(total.view(shards, -1)[rank % shards].view_as(residual), residual)
+            operands = data(case, size, number, comm.device)
+            x, residual = operands.xs[rank], operands.residual
+            wanted = reference.add_residual(reference.ordered_sum(operands.xs), residual)
             quantize, keeps = shared.choice([("", True), ("static", False), ("dynamic", True), ("dynamic", False)])
             algorithm = shared.choice([name for name in comm.candidates(x, op.label) if name != "vendor"] or ["auto"])
             got = call(comm, op, x, residual, operands, quantize, keeps, algorithm)
@@ -294,8 +265,8 @@ def bits_of_every_algorithm(device: str, lengths: list[int]) -> list[bytes]:
     with shotcast.Communicator(device=device, max_bytes=1 << 20, timeout_s=60) as comm:
         rank = comm.rank
         for dtype, hidden in itertools.product(FLOATS, lengths):
-            operands = data(Case(dtype, 3, hidden), 1, comm.world_size, hidden, comm.device)
-            x, residual = operands.xs[rank], operands.residuals[0]
+            operands = data(Case(dtype, 3, hidden), comm.world_size, hidden, comm.device)
+            x, residual = operands.xs[rank], operands.residual
             wanted = unfused(comm, Op.ALL_REDUCE_RMS_NORM, x, residual, operands).normed
             for algorithm in comm.candidates(x, Op.ALL_REDUCE_RMS_NORM.label):
                 if algorithm == "vendor":
@@ -317,13 +288,12 @@ def sentinels(device: str) -> int:
     """Check that rows, residuals and weights of sentinel words come out as NaN. Return the number of calls."""
     done = 0
     with shotcast.Communicator(device=device, max_bytes=1 << 18, timeout_s=100) as comm:
-        for dtype, op in itertools.product(FLOATS.values(), FUSED):
-            shards = 1 if op in wire.ALL_REDUCE_NORMS else comm.world_size
-            whole = torch.full([2 * shards, 64 * dtype.itemsize], 0xFF, dtype=torch.uint8, device=comm.device)
+        for dtype, op in itertools.product(FLOATS.values(), wire.ALL_REDUCE_NORMS):
+            whole = torch.full([2, 64 * dtype.itemsize], 0xFF, dtype=torch.uint8, device=comm.device)
             x, weight = whole.view(dtype), whole[0].view(dtype)
-            operands = Data([x], [x[:2]], weight, weight, torch.ones(1, device=comm.device))
+            operands = Data([x], x, weight, weight, torch.ones(1, device=comm.device))
             for algorithm in comm.candidates(x, op.label):
-                got = call(comm, op, x, x[:2], operands, "static", True, algorithm)
+                got = call(comm, op, x, x, operands, "static", True, algorithm)
                 for value in (got.new_residual, got.normed, got.quantized):
                     assert value.float().isnan().all(), (dtype, op, algorithm)
                 done += 1
@@ -337,18 +307,16 @@ def graphs(replays: int, hidden: int) -> None:
         rank, size = comm.rank, comm.world_size
         shared, own = random.Random(1), random.Random(rank)
         captured = []
-        for op, rows in itertools.product(FUSED, (1, 7, 64)):
-            shards = 1 if op in wire.ALL_REDUCE_NORMS else size
-            first = data(Case("bfloat16", rows, hidden), shards, size, rows, comm.device)
-            x, residual = first.xs[rank].clone(), first.residuals[rank % shards].clone()
+        for op, rows in itertools.product(wire.ALL_REDUCE_NORMS, (1, 7, 64)):
+            first = data(Case("bfloat16", rows, hidden), size, rows, comm.device)
+            x, residual = first.xs[rank].clone(), first.residual.clone()
             for algorithm in comm.candidates(x, op.label):
                 if algorithm == "vendor":
                     continue
-                shape = residual.shape if op in wire.REDUCE_SCATTER_NORMS else x.shape
-                plain = torch.empty(shape, dtype=x.dtype, device=comm.device), torch.empty_like(residual)
+                plain = torch.empty_like(x), torch.empty_like(residual)
                 fp8 = Fp8Normed(
-                    torch.empty(shape, dtype=torch.float8_e4m3fn, device=comm.device),
-                    torch.empty(shape[0], 1, device=comm.device),
+                    torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=comm.device),
+                    torch.empty(rows, 1, device=comm.device),
                     torch.empty_like(residual),
                     None,
                 )
@@ -372,15 +340,13 @@ def graphs(replays: int, hidden: int) -> None:
                     both()
                     both()
                 # keep the inputs too: the graph reads the weight
-                captured.append(
-                    (f"{op.label} {rows} {algorithm}", op, rows, shards, x, residual, plain, fp8, graph, first)
-                )
+                captured.append((f"{op.label} {rows} {algorithm}", op, rows, x, residual, plain, fp8, graph, first))
         wrong = {name: torch.zeros(5, dtype=torch.int64, device=comm.device) for name, *_ in captured}
         for replay in range(replays):
-            name, op, rows, shards, x, residual, plain, fp8, graph, _ = shared.choice(captured)
-            fresh = data(Case("bfloat16", rows, hidden), shards, size, replay, comm.device)
+            name, op, rows, x, residual, plain, fp8, graph, _ = shared.choice(captured)
+            fresh = data(Case("bfloat16", rows, hidden), size, replay, comm.device)
             x.copy_(fresh.xs[rank])
-            residual.copy_(fresh.residuals[rank % shards])
+            residual.copy_(fresh.residual)
             if own.random() < 0.3:
                 torch.cuda._sleep(own.randrange(300_000))
             graph.replay()
@@ -413,15 +379,13 @@ class Stopped(NamedTuple):
     again_s: float
 
 
-def outputs_of(op: Op, rows: int, hidden: int, world_size: int, device: torch.device) -> Fp8Normed:
+def outputs_of(rows: int, hidden: int, device: torch.device) -> Fp8Normed:
     """Return outputs of zeros for a call to overwrite."""
-    whole = rows * (1 if op in wire.ALL_REDUCE_NORMS else world_size)
-    here = rows if op in wire.REDUCE_SCATTER_NORMS else whole
     return Fp8Normed(
-        torch.zeros(here, hidden, device=device).to(torch.float8_e4m3fn),
-        torch.zeros(here, 1, device=device),
+        torch.zeros(rows, hidden, device=device).to(torch.float8_e4m3fn),
+        torch.zeros(rows, 1, device=device),
         torch.zeros(rows, hidden, device=device),
-        torch.zeros(here, hidden, device=device),
+        torch.zeros(rows, hidden, device=device),
     )
 
 
@@ -433,14 +397,14 @@ def peer_has_stopped(comm: Communicator) -> bool:
 
 def failing_call(comm: Communicator, op: Op, algorithm: str, operands: Data, x: torch.Tensor) -> Stopped:
     """Make one call that is expected to fail, twice."""
-    rows, hidden = operands.residuals[0].shape
+    rows, hidden = operands.residual.shape
     errors, times = [], []
     for _ in range(2):
-        out = outputs_of(op, rows, hidden, comm.world_size, comm.device)
+        out = outputs_of(rows, hidden, comm.device)
         started = time.monotonic()
         error: BaseException | None = None
         try:
-            call(comm, op, x, operands.residuals[0], operands, "dynamic", True, algorithm, out)
+            call(comm, op, x, operands.residual, operands, "dynamic", True, algorithm, out)
             settle(comm)
         except shotcast.ShotcastError as caught:
             error = caught
@@ -457,11 +421,10 @@ def stopped(device: str, op: Op, algorithm: str, victim: int, fault: int | str, 
     After a late rank, all ranks reset, and later calls must give the right results.
     """
     comm = shotcast.Communicator(device=device, timeout_s=timeout_s, max_bytes=1 << 18)
-    shards = 1 if op in wire.ALL_REDUCE_NORMS else comm.world_size
-    operands = data(Case("float32", 3, 64), shards, comm.world_size, 1, comm.device)
+    operands = data(Case("float32", 3, 64), comm.world_size, 1, comm.device)
     x = operands.xs[comm.rank]
     for _ in range(4):  # write words into all generations
-        wanted = call(comm, op, x, operands.residuals[0], operands, "dynamic", True, algorithm)
+        wanted = call(comm, op, x, operands.residual, operands, "dynamic", True, algorithm)
     settle(comm)
     comm._host.barrier()
     if comm.rank == victim:
@@ -475,7 +438,7 @@ def stopped(device: str, op: Op, algorithm: str, victim: int, fault: int | str, 
     if isinstance(fault, str):
         comm.reset()
         for _ in range(4):
-            got = call(comm, op, x, operands.residuals[0], operands, "dynamic", True, algorithm)
+            got = call(comm, op, x, operands.residual, operands, "dynamic", True, algorithm)
             for name in ("new_residual", "normed", "scale"):
                 check(getattr(got, name), getattr(wanted, name), ("after reset", name))
             check(got.quantized.float(), wanted.quantized.float(), "after reset")
@@ -484,12 +447,12 @@ def stopped(device: str, op: Op, algorithm: str, victim: int, fault: int | str, 
     return outcome
 
 
-def silent_between_shots(op: Op, victim: int, programs: int, timeout_s: float) -> tuple[BaseException | None, float]:
+def silent_between_shots(victim: int, programs: int, timeout_s: float) -> tuple[BaseException | None, float]:
     """Stop rank ``victim`` when ``programs`` of a two-shot have pushed: its part of its peers' sums has left by then.
 
     The victim goes on when its peers have given up. Interpreter only, which runs programs one after the other.
     """
-    from shotcast.transport.triton import fused_reduce_scatter, fused_two_shot, sync
+    from shotcast.transport.triton import fused_two_shot, sync
 
     pushed = -1
 
@@ -502,20 +465,19 @@ def silent_between_shots(op: Op, victim: int, programs: int, timeout_s: float) -
 
     # Patch before the first call, as the interpreter keeps what it has read. Frequent checks notice a deadline in time.
     sync.POLLS_PER_CHECK = 8
-    fused_reduce_scatter.release_next_kernel = fused_two_shot.release_next_kernel = sync.release_next_kernel = release
+    fused_two_shot.release_next_kernel = sync.release_next_kernel = release
     with shotcast.Communicator(device="cpu", timeout_s=timeout_s, max_bytes=1 << 18, exclusive=True) as comm:
-        shards = 1 if op in wire.ALL_REDUCE_NORMS else comm.world_size
-        rows = comm.world_size if shards == 1 else 1  # one row for each rank
-        operands = data(Case("float32", rows, 64), shards, comm.world_size, 1, comm.device)
+        op, rows = Op.ALL_REDUCE_RMS_NORM, comm.world_size  # one row for each rank
+        operands = data(Case("float32", rows, 64), comm.world_size, 1, comm.device)
         x = operands.xs[comm.rank]
-        call(comm, op, x, operands.residuals[0], operands, "", True, "two_shot")
+        call(comm, op, x, operands.residual, operands, "", True, "two_shot")
         comm._host.barrier()
         if comm.rank == victim:
             pushed = 0
         error = None
         started = time.monotonic()
         try:
-            call(comm, op, x, operands.residuals[0], operands, "", True, "two_shot")
+            call(comm, op, x, operands.residual, operands, "", True, "two_shot")
         except shotcast.ShotcastError as caught:
             error = caught
         took = time.monotonic() - started
@@ -531,16 +493,15 @@ def mismatched(device: str, what: str) -> tuple[BaseException | None, list[str]]
     """
     with shotcast.Communicator(device=device, timeout_s=100, max_bytes=1 << 18) as comm:
         odd = comm.rank == comm.world_size - 1
-        operands = data(Case("float32", 2, 64), comm.world_size, comm.world_size, 1, comm.device)
-        x, residual = operands.xs[comm.rank], operands.residuals[0]
-        gather = Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER
-        usual = (gather, "static", True)
+        operands = data(Case("float32", 2, 64), comm.world_size, 1, comm.device)
+        x, residual = operands.xs[comm.rank], operands.residual
+        op = Op.ALL_REDUCE_RMS_NORM
+        usual = (op, "static", True)
         others = {
-            "op": (Op.REDUCE_SCATTER_RMS_NORM, "static", True),
-            "quantize": (gather, "dynamic", True),
-            "normed": (gather, "static", False),
+            "quantize": (op, "dynamic", True),
+            "normed": (op, "static", False),
             "weight": usual,
-            "kind": (Op.REDUCE_SCATTER_LAYER_NORM_ALL_GATHER, "static", True),
+            "kind": (Op.ALL_REDUCE_LAYER_NORM, "static", True),
             "hidden": usual,
         }
         if odd and what == "weight":
@@ -550,14 +511,14 @@ def mismatched(device: str, what: str) -> tuple[BaseException | None, list[str]]
             rows, operands = (x.view(-1, 32), residual.view(-1, 32)), operands._replace(weight=operands.weight[:32])
         error: BaseException | None = None
         try:
-            op, quantize, keeps = others[what] if odd else usual
-            call(comm, op, *rows, operands, quantize, keeps, "auto")
+            asked, quantize, keeps = others[what] if odd else usual
+            call(comm, asked, *rows, operands, quantize, keeps, "auto")
             settle(comm)
         except shotcast.ShotcastError as caught:
             error = caught
         comm.reset()
         operands = whole._replace(weight=whole.weight.float())
-        got = call(comm, usual[0], x, residual, operands, "", True, "auto")
-        check(got.normed, unfused(comm, gather, x, residual, operands).normed, "after reset")
+        got = call(comm, op, x, residual, operands, "", True, "auto")
+        check(got.normed, unfused(comm, op, x, residual, operands).normed, "after reset")
         settle(comm)
         return error, list(getattr(error, "fields", []))

@@ -302,7 +302,7 @@ def several_tiles_a_program() -> int:
                 usual = comm.explain(x, name, "one_shot").launch
                 wanted = getattr(comm, name)(x, residual, weight, eps=1e-5, algorithm="one_shot")
                 for each in (2, 4, 8):
-                    norm, tensors = norm_operands(name, x.device, x, residual, weight, 1e-5, 1, False, None, kind)
+                    norm, tensors = norm_operands(name, x.device, x, residual, weight, 1e-5, None, kind)
                     launch = dataclasses.replace(usual, chunk_bytes=4 * usual.block_words * each)
                     comm._run(op, x, None, algorithm="one_shot", norm=norm, tensors=tensors, launch=launch)
                     check(tensors.normed, wanted[0], (name, rows, each, "normed"))

@@ -215,8 +215,8 @@ def _copies(comm: shotcast.Communicator, count: int, dtype: torch.dtype) -> int:
     return 5
 
 
-def norms(device: str, rows: int, hidden: int) -> int:
-    """Sum and norm ``rows`` rows of bfloat16 in one call, whole, scattered and gathered. Return the number of calls."""
+def norms(device: str, rows: int, hidden: int) -> None:
+    """Sum and norm ``rows`` rows of bfloat16 in one call."""
     with shotcast.Communicator(device=device, timeout_s=200) as comm:
         size, count = comm.world_size, rows * hidden
         large = Large(comm, torch.bfloat16)
@@ -225,35 +225,18 @@ def norms(device: str, rows: int, hidden: int) -> int:
         marks = large.borders(count)
         every = sorted(set(marks) | {r * part + mark for r in range(size) for mark in large.borders(part)})
         marked = set(every)
-
-        def check(new_residual: torch.Tensor, normed: torch.Tensor, first: int, normed_first: int, what: str) -> None:
-            settle(comm)
-            for index in every:
-                own, there = index - first, index - normed_first
-                if 0 <= own < new_residual.numel():
-                    got = float(new_residual.view(-1)[own])
-                    assert got == sum(value(r, index) for r in range(size)), (what, index)
-                if 0 <= there < normed.numel():
-                    assert float(normed.view(-1)[there]) > 0, (what, index)
-                    near = there + 5
-                    if near < normed.numel() and near + normed_first not in marked:
-                        assert float(normed.view(-1)[near]) == 0, (what, index)
-
         x = large.input(count, every).view(rows, hidden)
         out = tuple(large.output(count, every).view(rows, hidden) for _ in range(2))
         residual = large.tensor(count, [], writable=False).view(rows, hidden)
         normed, new_residual = comm.all_reduce_rms_norm(x, residual, weight, out=(out[0], out[1]))
-        check(new_residual, normed, 0, 0, "all_reduce_rms_norm")
-        for gather in (False, True):
-            first = comm.rank * part
-            own = [mark - first for mark in every if 0 <= mark - first < part]
-            kept = large.output(part, own).view(rows // size, hidden)
-            gathered = out[0] if gather else large.output(part, own).view(rows // size, hidden)
-            given = residual[: rows // size]
-            normed, new_residual = comm.reduce_scatter_rms_norm(x, given, weight, gather=gather, out=(gathered, kept))
-            check(new_residual, normed, first, 0 if gather else first, f"reduce_scatter_rms_norm, {gather=}")
+        settle(comm)
+        for index in every:
+            assert float(new_residual.view(-1)[index]) == sum(value(r, index) for r in range(size)), index
+            assert float(normed.view(-1)[index]) > 0, index
+            near = index + 5
+            if near < count and near not in marked:
+                assert float(normed.view(-1)[near]) == 0, index
         large.close()
-    return 3
 
 
 def sizes_that_differ_above_32_bits(device: str) -> list[tuple[str, tuple[int, ...], float]]:

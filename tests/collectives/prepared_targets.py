@@ -41,19 +41,18 @@ def _rooted(op: str, shape: Callable[[int], int], out_shape: Callable[[int], int
     return call
 
 
-def _fused(op: str, fp8: bool, layer: bool, scatter: bool = False, **named: Any) -> Call:
+def _fused(op: str, fp8: bool, layer: bool, **named: Any) -> Call:
     def call(comm: shotcast.Communicator, new: Callable[..., torch.Tensor], given: bool) -> Any:
-        rows, size, gather = 2, comm.world_size, named.get("gather", False)
-        x, residual = new(rows * size, HIDDEN), new(rows if scatter else rows * size, HIDDEN)
+        rows = 2 * comm.world_size
+        x, residual = new(rows, HIDDEN), new(rows, HIDDEN)
         affine = [new(HIDDEN)] * 1 + ([new(HIDDEN)] if layer else [])
-        wide = x.shape[0] if gather or not scatter else rows
         out: Any = None
         if given:
-            normed, new_residual = torch.empty(wide, HIDDEN), residual
+            normed, new_residual = torch.empty(rows, HIDDEN), residual
             out = normed, new_residual
             if fp8:
-                quantized = torch.empty(wide, HIDDEN, dtype=torch.float8_e4m3fn)
-                out = Fp8Normed(quantized, torch.empty(wide, 1), new_residual, normed)
+                quantized = torch.empty(rows, HIDDEN, dtype=torch.float8_e4m3fn)
+                out = Fp8Normed(quantized, torch.empty(rows, 1), new_residual, normed)
         return getattr(comm, op)(x, residual, *affine, out=out, **named)
 
     return call
@@ -86,13 +85,8 @@ CALLS: dict[str, Call] = {
     "all_reduce_rms_norm_fp8": _fused("all_reduce_rms_norm_fp8", True, False),
     "all_reduce_rms_norm_fp8 with normed": _fused("all_reduce_rms_norm_fp8", True, False, with_normed=True),
     "all_reduce_rms_norm_fp8 by a scale": _fused("all_reduce_rms_norm_fp8", True, False, scale=torch.tensor(0.25)),
-    "reduce_scatter_rms_norm": _fused("reduce_scatter_rms_norm", False, False, True),
-    "reduce_scatter_rms_norm gathered": _fused("reduce_scatter_rms_norm", False, False, True, gather=True),
-    "reduce_scatter_rms_norm_fp8": _fused("reduce_scatter_rms_norm_fp8", True, False, True),
     "all_reduce_layer_norm": _fused("all_reduce_layer_norm", False, True),
     "all_reduce_layer_norm_fp8": _fused("all_reduce_layer_norm_fp8", True, True),
-    "reduce_scatter_layer_norm": _fused("reduce_scatter_layer_norm", False, True, True),
-    "reduce_scatter_layer_norm_fp8": _fused("reduce_scatter_layer_norm_fp8", True, True, True, gather=True),
 }
 
 

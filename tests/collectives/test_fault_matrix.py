@@ -21,7 +21,7 @@ DRAWN = matrix.draws(DRAWS, SEED, "cpu", (2, 3, 4), (0.3, 1.0))
 
 QUICK = {
     "own": [
-        ("late", "reduce_scatter_rms_norm"),
+        ("late", "all_reduce_rms_norm"),
         ("absent", "all_gather"),
         ("mismatched", "broadcast"),
         ("stopped", "recv"),
@@ -38,7 +38,6 @@ QUICK = {
         ("mismatched", "all_reduce_max"),
         ("mismatched", "send"),
         ("stopped", "all_reduce_rms_norm"),
-        ("late", "reduce_scatter_rms_norm_all_gather"),
         ("killed", "reduce_scatter"),
     ],
 }

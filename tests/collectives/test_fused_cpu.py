@@ -9,8 +9,9 @@ from fused_targets import Case
 from workers import FLOATS
 
 import shotcast
+from shotcast.wire import ALL_REDUCE_NORMS, Op
 
-OPS = list(targets.FUSED)
+OPS = list(ALL_REDUCE_NORMS)
 ROWS = [(0, 8), (1, 1), (5, 7), (4, 129), (6, 64), (3, 2880)]
 
 
@@ -24,7 +25,7 @@ def test_every_operation_and_form(world_size: int, max_bytes: int, shift: int) -
         if world_size < 4 or (turn + number) % 3 == 0
     ]
     done = shotcast.spawn(targets.cases, world_size, "cpu", listed, OPS, max_bytes, timeout_s=300)
-    algorithms = 4
+    algorithms = 2 * len(OPS)
     assert done == [len(listed) * (len(OPS) + 5 * algorithms)] * world_size
 
 
@@ -34,17 +35,17 @@ def test_layer_norms(world_size: int, max_bytes: int) -> None:
     weights = ("", "float32", "bfloat16")
     listed = [Case(dtype, *rows, n % 2, weights[n % 3]) for dtype in FLOATS for n, rows in enumerate(ROWS[1:])]
     listed = listed[:: 1 if world_size == 2 else 3]
-    done = shotcast.spawn(targets.cases, world_size, "cpu", listed, list(targets.LAYER_NORMS), max_bytes, 2)
-    algorithms = 4
-    assert done == [len(listed) * (len(OPS) + 2 * algorithms)] * world_size
+    done = shotcast.spawn(targets.cases, world_size, "cpu", listed, [Op.ALL_REDUCE_LAYER_NORM], max_bytes, 2)
+    algorithms = 2
+    assert done == [len(listed) * (1 + 2 * algorithms)] * world_size
 
 
 def test_a_rank_that_norms_otherwise_is_named() -> None:
     for error, fields in shotcast.spawn(targets.mismatched, 2, "cpu", "kind", timeout_s=300):
         assert isinstance(error, shotcast.CollectiveMismatch), error
         assert fields[0] == "op"
-        assert "reduce_scatter_layer_norm_all_gather(float32" in str(error)
-        assert "reduce_scatter_rms_norm_all_gather(float32" in str(error)
+        assert "all_reduce_layer_norm(float32" in str(error)
+        assert "all_reduce_rms_norm(float32" in str(error)
         assert "bias" in str(error)
 
 
@@ -53,7 +54,7 @@ def test_weights_of_another_dtype() -> None:
     pairs = [(dtype, weight) for dtype in FLOATS for weight in FLOATS if weight != dtype]
     listed = [Case(dtype, 2 + turn % 2, 129 + turn, turn % 2, weight) for turn, (dtype, weight) in enumerate(pairs)]
     done = shotcast.spawn(targets.cases, 2, "cpu", listed, OPS, 1 << 18, 2, timeout_s=300)
-    algorithms = 4
+    algorithms = 2 * len(OPS)
     assert done == [len(listed) * (len(OPS) + 2 * algorithms)] * 2
 
 

@@ -6,13 +6,13 @@ import itertools
 
 import fused_targets as targets
 import pytest
-from fused_targets import FUSED, Case, Stopped
+from fused_targets import Case, Stopped
 from interpreter_targets import in_turn, several_tiles_a_program, with_late_programs
 from test_interpreter import interpreted
 from workers import SIGNALS
 
 import shotcast
-from shotcast.wire import Op
+from shotcast.wire import ALL_REDUCE_NORMS, Op
 
 pytestmark = pytest.mark.long
 
@@ -34,7 +34,7 @@ CASES = {
     4: [Case("float32", 2, 576), Case("float16", 1, 2048), Case("bfloat16", 7, 576, shift=1)],
     5: [Case("float16", 3, 1000)],
 }
-"""Cases by world size. Five ranks poll a row of 500 words in two groups."""
+"""Cases by world size."""
 
 
 def test_cases_cover_all_dtypes_lengths_and_shifts() -> None:
@@ -48,8 +48,8 @@ def test_cases_cover_all_dtypes_lengths_and_shifts() -> None:
 @pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=pytest.mark.full) for n in CASES if n > 2)])
 def test_values(world_size: int) -> None:
     listed = CASES[world_size]
-    done = interpreted(targets.cases, world_size, "cpu", listed, list(FUSED), 1 << 18, 2)
-    assert done == [(5 + 3 + 3) * len(listed)] * world_size, "two forms by each algorithm, and an unfused call"
+    done = interpreted(targets.cases, world_size, "cpu", listed, [Op.ALL_REDUCE_RMS_NORM], 1 << 18, 2)
+    assert done == [5 * len(listed)] * world_size, "two forms by each algorithm, and an unfused call"
 
 
 LAYER_CASES = [
@@ -63,9 +63,8 @@ LAYER_CASES = [
 @pytest.mark.full
 @pytest.mark.parametrize("world_size", [2, pytest.param(5, marks=pytest.mark.full)])
 def test_layer_norms(world_size: int) -> None:
-    ops = list(targets.LAYER_NORMS)
-    done = interpreted(targets.cases, world_size, "cpu", LAYER_CASES, ops, 1 << 18, 2)
-    assert done == [(5 + 3 + 3) * len(LAYER_CASES)] * world_size, "two forms by each algorithm, and an unfused call"
+    done = interpreted(targets.cases, world_size, "cpu", LAYER_CASES, [Op.ALL_REDUCE_LAYER_NORM], 1 << 18, 2)
+    assert done == [5 * len(LAYER_CASES)] * world_size, "two forms by each algorithm, and an unfused call"
 
 
 @pytest.mark.full
@@ -74,7 +73,7 @@ def test_layer_norms(world_size: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_value(dtype: str, world_size: int) -> None:
     listed = [Case(dtype, rows, hidden, rows % 2) for rows, hidden in itertools.product(range(10), LENGTHS)]
-    interpreted(targets.cases, world_size, "cpu", listed, list(FUSED), 1 << 20, timeout_s=1700)
+    interpreted(targets.cases, world_size, "cpu", listed, list(ALL_REDUCE_NORMS), 1 << 20, timeout_s=1700)
 
 
 @pytest.mark.full
@@ -98,7 +97,7 @@ def test_programs_with_several_tiles_give_the_same_bits() -> None:
 @pytest.mark.full
 def test_sentinels_arrive_as_nan() -> None:
     """A peer may also compute sentinels: the norm of such words is one on a processor that keeps a NaN's payload."""
-    assert interpreted(targets.sentinels, 2, "cpu") == [21, 21]
+    assert interpreted(targets.sentinels, 2, "cpu") == [18, 18]
 
 
 @pytest.mark.full
@@ -133,8 +132,6 @@ def expect_timeout(outcome: Stopped, missing: int, timeout_s: float, op: Op, rea
 TROUBLE = [
     (Op.ALL_REDUCE_RMS_NORM, "one_shot", 2),
     (Op.ALL_REDUCE_RMS_NORM, "two_shot", 3),
-    (Op.REDUCE_SCATTER_RMS_NORM, "one_shot", 3),
-    (Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER, "two_shot", 2),
 ]
 
 
@@ -177,20 +174,13 @@ def test_reset_after_a_late_rank(world_size: int) -> None:
 
 @pytest.mark.full
 @pytest.mark.timing
-@pytest.mark.parametrize(
-    ("op", "programs"),
-    [
-        (Op.ALL_REDUCE_RMS_NORM, 2),
-        pytest.param(Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER, 5, marks=pytest.mark.full),
-    ],
-)
-def test_rank_that_stops_between_the_shots(op: Op, programs: int) -> None:
-    """The victim's header and its part of the sums have left it, so the others wait for its sums or norms.
+def test_rank_that_stops_between_the_shots() -> None:
+    """The victim's header and its part of the sums have left it, so the others wait for its sums.
 
     They wait a quarter longer than for a missing first shot, and name the victim alone.
     """
     timeout_s, victim = 2.0, 1
-    for rank, outcome in enumerate(interpreted(targets.silent_between_shots, 3, op, victim, programs, timeout_s)):
+    for rank, outcome in enumerate(interpreted(targets.silent_between_shots, 3, victim, 2, timeout_s)):
         error, took = outcome
         if rank != victim:  # the victim may have received all that it needed
             assert isinstance(error, shotcast.CollectiveTimeout), error
@@ -202,7 +192,7 @@ def test_rank_that_stops_between_the_shots(op: Op, programs: int) -> None:
 @pytest.mark.timing
 def test_mismatch() -> None:
     """Ranks that request different things for the same rows raise an error that says so."""
-    kinds = {"op": "op", "quantize": "root", "normed": "root", "weight": "root", "kind": "op", "hidden": "launch"}
+    kinds = {"quantize": "root", "normed": "root", "weight": "root", "kind": "op", "hidden": "launch"}
     for each in interpreted(in_turn, 2, targets.mismatched, [("cpu", what) for what in kinds]):
         for (what, field), (error, fields) in zip(kinds.items(), each, strict=True):
             assert isinstance(error, shotcast.CollectiveMismatch), error

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import test_interpreter
 from fused_targets import Case
-from interpreter_targets import in_turn, with_late_programs
+from interpreter_targets import with_late_programs
 from multicast_targets import (
     changing_sizes_by_multicast,
     every_form,
@@ -54,16 +54,10 @@ def test_every_form(world_size: int) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("world_size", "ops"),
-    [(2, [Op.ALL_REDUCE_RMS_NORM, Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER]), (3, [Op.REDUCE_SCATTER_RMS_NORM])],
-)
-def test_fused_forms(world_size: int, ops: list[Op]) -> None:
-    """Some rows have FP8 of no multiple of 16 bytes. A scattered norm goes to no other rank."""
+def test_fused_forms() -> None:
+    """Some rows have FP8 of no multiple of 16 bytes."""
     listed = [Case("bfloat16", 5, 72), Case("float32", 3, 1000)]
-    for each in interpreted(in_turn, world_size, fused_forms, [(listed, op) for op in ops]):
-        for op, stored in zip(ops, each, strict=True):
-            assert (stored > 0) == (op is not Op.REDUCE_SCATTER_RMS_NORM)
+    assert min(interpreted(fused_forms, 2, listed, Op.ALL_REDUCE_RMS_NORM)) > 0
 
 
 @pytest.mark.full

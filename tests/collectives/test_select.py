@@ -343,11 +343,7 @@ class TestLegality:
         (Op.RECV, ["one_shot", "vendor"]),
         (Op.BARRIER, ["one_shot", "vendor"]),
         (Op.ALL_REDUCE_RMS_NORM, ["one_shot", "two_shot", "vendor"]),
-        (Op.REDUCE_SCATTER_RMS_NORM, ["one_shot", "vendor"]),
-        (Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER, ["two_shot", "vendor"]),
         (Op.ALL_REDUCE_LAYER_NORM, ["one_shot", "two_shot", "vendor"]),
-        (Op.REDUCE_SCATTER_LAYER_NORM, ["one_shot", "vendor"]),
-        (Op.REDUCE_SCATTER_LAYER_NORM_ALL_GATHER, ["two_shot", "vendor"]),
     )
 
     @pytest.mark.every(3)
@@ -803,15 +799,6 @@ class TestFused:
         assert unsupported_reason(rows(1001, topology=make_topology()), "two_shot") == ""
         assert unsupported_reason(rows(0, topology=make_topology()), "two_shot") == "rows have no elements"
 
-    @pytest.mark.parametrize(("quantize", "fits"), [("", 512), ("static", 409), ("dynamic", 408)])
-    def test_gathered_rows_and_scales_need_room(self, quantize: str, fits: int) -> None:
-        """A row of 2 KiB also takes 2 KiB of norm, 1 KiB of FP8 and 16 bytes of scale, of twice max_bytes in all."""
-        gather = Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER
-        topology = make_topology("triton", max_bytes=1 << 20)
-        assert unsupported_reason(rows(1024, gather, fits, quantize=quantize, topology=topology), "two_shot") == ""
-        beyond = rows(1024, gather, fits + 1, quantize=quantize, topology=topology)
-        assert "of a workspace that has 2 MiB" in unsupported_reason(beyond, "two_shot")
-
     def test_plain_rows_serve_a_fused_operation_without_rows(self) -> None:
         plain = table([20, "two_shot", {"programs": 7, "block_words": 64, "num_warps": 1}], [None, "vendor", None])
         fused = table([100, "one_shot", None], op="all_reduce_rms_norm")
@@ -833,25 +820,6 @@ class TestFused:
         for names, algorithm in ((("all_reduce_rms_norm", "all_reduce"), "two_shot"), (("all_reduce",), "vendor")):
             tables = tuple((name, listed[name]) for name in names)
             assert choose(layer, "auto", "auto", tables).candidate.algorithm == algorithm
-
-    @given(
-        st.sampled_from([op for op in FUSED if op not in wire.ALL_REDUCE_NORMS]),
-        st.integers(1, 2048),
-        st.integers(0, 4096),
-        st.sampled_from(["bfloat16", "float32"]),
-        st.integers(2, 8),
-    )
-    def test_grids_whose_programs_hold_rows_are_resident_at_once(
-        self, op: Op, eighths: int, count: int, dtype: str, world_size: int
-    ) -> None:
-        """At most 16 warps run on each of 132 multiprocessors, header program included. A thread holds 16 bytes."""
-        topology = make_topology("triton", world_size, 1 << 28)
-        case = rows(8 * eighths, op, count * world_size, dtype, topology=topology)
-        for candidate in candidates(case)[:-1]:
-            shape = candidate.launch
-            assert (1 + shape.programs) * shape.num_warps <= 132 * 16
-            assert shape.programs >= 2
-            assert shape.block_words == 128 * shape.num_warps
 
     @given(st.integers(1, 2048), st.integers(0, 4096), st.sampled_from(["bfloat16", "float32"]), st.integers(2, 8))
     def test_a_fused_all_reduce_has_a_warp_for_each_tile(

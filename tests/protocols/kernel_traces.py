@@ -449,21 +449,19 @@ def tensors_of(plan: CallPlan, rank: int, world_size: int) -> tuple[torch.Tensor
     return x, torch.empty(count, dtype=dtype)
 
 
-def norm_tensors(plan: CallPlan, world_size: int) -> NormTensors:
+def norm_tensors(plan: CallPlan) -> NormTensors:
     assert plan.norm is not None
     dtype, hidden = getattr(torch, plan.dtype), plan.norm.hidden
     rows = plan.nbytes // DTYPES[plan.dtype] // hidden
-    own = rows if plan.op is Op.ALL_REDUCE_RMS_NORM else rows // world_size
-    written = own if plan.op is Op.REDUCE_SCATTER_RMS_NORM else rows
-    residual = torch.ones(own, hidden, dtype=dtype)
+    residual = torch.ones(rows, hidden, dtype=dtype)
     return NormTensors(
         residual,
         residual[0].clone(),
         1e-5,
         torch.empty_like(residual),
-        normed=torch.empty(written, hidden, dtype=dtype) if plan.norm.keeps_normed else None,
-        quantized=torch.empty(written, hidden, dtype=torch.float8_e4m3fn) if plan.norm.quantize else None,
-        scale=torch.ones(written, 1) if plan.norm.quantize else None,
+        normed=torch.empty(rows, hidden, dtype=dtype) if plan.norm.keeps_normed else None,
+        quantized=torch.empty(rows, hidden, dtype=torch.float8_e4m3fn) if plan.norm.quantize else None,
+        scale=torch.ones(rows, 1) if plan.norm.quantize else None,
     )
 
 
@@ -520,7 +518,7 @@ def _traced(plans: list[list[CallPlan | None]], circumstances: Circumstances) ->
                     if comm.rank in circumstances.mapped:
                         x, out = (comm.empty(*one.shape, dtype=one.dtype).copy_(one) for one in (x, out))
                     recorder.see(comm, {"x": x, "out": out})
-                norm = norm_tensors(plan, comm.world_size) if plan.norm else None
+                norm = norm_tensors(plan) if plan.norm else None
                 run_call(executor, plan, x, None if norm else out, norm)
         finally:
             recorder.remove()

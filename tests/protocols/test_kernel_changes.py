@@ -231,15 +231,6 @@ CASES = {
         "        parts, call = sync.await_words(call, slots, stride, offs, masks, 0, False, WORLD, WORLD, True)\n",
         "",
     ),
-    "a normed row goes to the slot of another": Case(
-        "fused_reduce_scatter",
-        "fused_reduce_scatter",
-        "row_slot = second_shot + (first_row + row) *",
-        "row_slot = second_shot + first_row *",
-    ),
-    "a scale is not sent": Case(
-        "fused_reduce_scatter", "fused_reduce_scatter", "words, scale_offs < 4, False", "words, scale_offs < 3, False"
-    ),
     # headers
     "one header cell for both parities": Case(
         "one_shot", "sync", "row = HEADERS + (call.epoch % 2) *", "row = HEADERS + (call.epoch * 0) *"

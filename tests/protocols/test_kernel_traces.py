@@ -90,23 +90,15 @@ def broadcast(quads: int, root: int, dtype: str = "float32", multicast: bool = F
     return TracedCall(Call("broadcast", (4 * quads,), root, multicast=multicast), plan, cells=dtype == "int32")
 
 
-def fused(op: Op, algorithm: str, ranks: int, rows: int, norm: Norm | None = None) -> TracedCall:
-    """Return a sum of ``rows`` rows of a tile each, which are normed; with a scatter, of so many for each rank."""
-    norm = norm or Norm(TILE)
-    if op is Op.ALL_REDUCE_RMS_NORM:
-        sizes = slices(4 * rows, ranks) if algorithm == "two_shot" else (TILE * rows,)
-        width = -(-rows // ranks) * TILE
-        if algorithm == "two_shot":
-            sizes = tuple(max(0, min(width, TILE * rows - rank * width)) for rank in range(ranks))
-        launch = LaunchShape(programs=-(-rows // ranks) if algorithm == "two_shot" else rows, block_words=TILE)
-        plan = CallPlan(op, algorithm, "float32", 4 * TILE * rows, launch=launch, norm=norm)
-        return TracedCall(Call(algorithm, sizes), plan)
-    launch = LaunchShape(programs=2 * rows, block_words=TILE)
-    plan = CallPlan(op, algorithm, "float32", 4 * TILE * rows * ranks, root=norm.code, launch=launch, norm=norm)
-    if op is Op.REDUCE_SCATTER_RMS_NORM:
-        return TracedCall(Call("reduce_scatter", (TILE * rows,) * ranks), plan)
-    row = (TILE if norm.keeps_normed else 0) + (TILE // 4 if norm.quantize else 0) + 4 * (norm.quantize == "dynamic")
-    return TracedCall(Call("two_shot", (TILE * rows,) * ranks, sums=(row * rows,) * ranks), plan)
+def fused(algorithm: str, ranks: int, rows: int) -> TracedCall:
+    """Return a sum of ``rows`` rows of a tile each, which are normed."""
+    sizes = (TILE * rows,)
+    width = -(-rows // ranks) * TILE
+    if algorithm == "two_shot":
+        sizes = tuple(max(0, min(width, TILE * rows - rank * width)) for rank in range(ranks))
+    launch = LaunchShape(programs=-(-rows // ranks) if algorithm == "two_shot" else rows, block_words=TILE)
+    plan = CallPlan(Op.ALL_REDUCE_RMS_NORM, algorithm, "float32", 4 * TILE * rows, launch=launch, norm=Norm(TILE))
+    return TracedCall(Call(algorithm, sizes), plan)
 
 
 def fp8(ranks: int, quads: int) -> TracedCall:
@@ -234,7 +226,6 @@ def check(
 
 def sequences(ranks: int) -> dict[str, list[TracedCall]]:
     """Return the calls that are traced, by name."""
-    scatter, both = Op.REDUCE_SCATTER_RMS_NORM, Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER
     return {
         "one_shot": [reduced("one_shot", ranks, quads) for quads in QUADS],
         "two_shot": [reduced("two_shot", ranks, quads) for quads in (*QUADS, 24, 1)],
@@ -277,20 +268,13 @@ def sequences(ranks: int) -> dict[str, list[TracedCall]]:
         ],
         "fp8": [*(fp8(ranks, quads) for quads in (8, 40, 3)), reduced("two_shot", ranks, 5)],
         "fused_one_shot": [
-            fused(Op.ALL_REDUCE_RMS_NORM, "one_shot", ranks, 2),
+            fused("one_shot", ranks, 2),
             reduced("one_shot", ranks, 9),
-            *(fused(Op.ALL_REDUCE_RMS_NORM, "one_shot", ranks, rows) for rows in (3, 1)),
+            *(fused("one_shot", ranks, rows) for rows in (3, 1)),
         ],
         "fused_two_shot": [
-            *(fused(Op.ALL_REDUCE_RMS_NORM, "two_shot", ranks, rows) for rows in (3, 5, 1)),
+            *(fused("two_shot", ranks, rows) for rows in (3, 5, 1)),
             reduced("two_shot", ranks, 5),
-        ],
-        "fused_reduce_scatter": [
-            fused(scatter, "one_shot", ranks, 2),
-            fused(both, "two_shot", ranks, 3),
-            fused(both, "two_shot", ranks, 1, Norm(TILE, "dynamic", keeps_normed=False)),
-            fused(both, "two_shot", ranks, 2, Norm(TILE, "dynamic")),
-            fused(scatter, "one_shot", ranks, 1),
         ],
     }
 
@@ -323,8 +307,7 @@ def switched(ranks: int) -> list[TracedCall]:
         reduced("two_shot", ranks, 9),
         broadcast(5, 1, multicast=True),
         in_parts(Op.ALL_GATHER, ranks, 9),
-        fused(Op.ALL_REDUCE_RMS_NORM, "two_shot", ranks, 3),
-        fused(Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER, "two_shot", ranks, 2, Norm(TILE, "static")),
+        fused("two_shot", ranks, 3),
         broadcast(9, 0, multicast=True),
         reduced("two_shot", ranks, 1),
     ]

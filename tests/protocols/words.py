@@ -45,15 +45,13 @@ ZERO = Header(0, "")
 class Call:
     """One collective call. ``sizes[r]`` is the number of words of slice r.
 
-    In an all-gather, slice r is the part of rank r. A broadcast has one slice, its whole message. ``sums[r]`` are the
-    words that rank r sends in the second shot of a two-shot, if they are others. With ``multicast``, the root of a
-    broadcast sends to itself too.
+    In an all-gather, slice r is the part of rank r. A broadcast has one slice, its whole message. With ``multicast``,
+    the root of a broadcast sends to itself too.
     """
 
     op: str
     sizes: tuple[int, ...]
     root: int = 0
-    sums: tuple[int, ...] = ()
     multicast: bool = False
 
     @property

@@ -37,16 +37,15 @@ LARGE_TILES = [
     for name in ("fused_one_shot", "fused_two_shot", "fused_two_shot_clears")
     for dtype, quantize, kind in (("bfloat16", "", RMS), ("bfloat16", "dynamic", LAYER_WITH_BIAS), ("float32", "", RMS))
 ]
-FORMS = [Form(name) for name in ("norm", "fused_two_shot_clears", "fused_gather")]
+FORMS = [Form(name) for name in ("norm", "fused_two_shot_clears")]
 FORMS += [Form(name, quantize="dynamic", keeps_normed=False) for name in ("norm", "fused_two_shot")]
 FORMS += [Form(name, "float16", 5120, "static") for name in ("norm", "fused_one_shot")]
-FORMS += [Form(name, "float32", 2880, "dynamic", world_size=8) for name in ("fused_scatter", "fused_gather")]
-FORMS += [Form("fused_gather", hidden=4096, quantize="dynamic", capability=capability) for capability in (80, 120)]
-FORMS += [Form("fused_gather", quantize="dynamic", multicast=True)]
+FORMS += [Form(name, "float32", 2880, "dynamic", world_size=8) for name in ("fused_one_shot", "fused_two_shot")]
+FORMS += [Form("fused_two_shot", hidden=4096, quantize="dynamic", capability=capability) for capability in (80, 120)]
 FORMS += [Form("fused_two_shot", quantize="dynamic", capability=100, multicast=True)]
 FORMS += [Form("fused_one_shot", weight="float32", kind=LAYER_WITH_BIAS)]
 FORMS += LARGE_TILES[:1]
-FORMS += [Form(name, "float32", 2880, "dynamic", weight="bfloat16", kind=LAYER) for name in ("norm", "fused_gather")]
+FORMS += [Form(name, "float32", 2880, "dynamic", weight="bfloat16", kind=LAYER) for name in ("norm", "fused_two_shot")]
 MORE = [
     Form(name, dtype, hidden, quantize, True, world_size, capability)
     for name in cross.FUSED
@@ -55,7 +54,6 @@ MORE = [
     for world_size in (2, 4, 8)
     for capability in (80, 90, 100, 120)
 ]
-MORE += [Form("fused_gather", quantize="dynamic", keeps_normed=False)]
 MORE += [
     Form(name, dtype, 4096, quantize, weight=weight, kind=kind)
     for name in cross.FUSED
@@ -64,7 +62,7 @@ MORE += [
     for kind in (RMS, LAYER_WITH_BIAS)
 ]
 MORE += LARGE_TILES
-MORE += [Form(name, quantize="dynamic", multicast=True) for name in ("fused_gather", "fused_two_shot")]
+MORE += [Form("fused_two_shot", quantize="dynamic", multicast=True)]
 
 
 def name_of(form: Form) -> str:
@@ -148,4 +146,3 @@ def test_row_tiles(words: int) -> None:
     assert words <= block < max(2 * words, 17)
     assert block >= 128 * warps or warps == 1
     assert block <= 16 * 32 * warps
-    assert tiles.slots_at_once(block, warps) >= 2

@@ -30,14 +30,12 @@ FORMS = [(quantization, keeps) for quantization in QUANTIZATIONS for keeps in (T
 WAYS = (
     (Op.ALL_REDUCE_RMS_NORM, "one_shot"),
     (Op.ALL_REDUCE_RMS_NORM, "two_shot"),
-    (Op.REDUCE_SCATTER_RMS_NORM, "one_shot"),
-    (Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER, "two_shot"),
 )
 EPS = 1e-6
 
 
 class Case(NamedTuple):
-    """One fused call. ``rows`` are all rows of x; in a reduce-scatter, each rank has a share of them."""
+    """One fused call."""
 
     op: Op
     algorithm: str
@@ -61,12 +59,6 @@ class Case(NamedTuple):
             norm=norm,
         )
 
-    def share(self, world_size: int) -> int:
-        return self.rows if self.op is Op.ALL_REDUCE_RMS_NORM else self.rows // world_size
-
-    def gathered(self, world_size: int) -> int:
-        return self.rows if self.op is not Op.REDUCE_SCATTER_RMS_NORM else self.rows // world_size
-
 
 def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
@@ -82,14 +74,13 @@ def misaligned(x: torch.Tensor, offset: int) -> torch.Tensor:
     return flat.view(x.shape).copy_(x)
 
 
-def empty_tensors(case: Case, world_size: int, residual: torch.Tensor, weight: torch.Tensor, seed: int) -> NormTensors:
+def empty_tensors(case: Case, residual: torch.Tensor, weight: torch.Tensor, seed: int) -> NormTensors:
     """Return tensors as a caller has them, some of them in place or unaligned."""
-    gathered, offset = case.gathered(world_size), seed % 3
-    shape = (gathered, case.hidden)
+    shape, offset = (case.rows, case.hidden), seed % 3
     residual = misaligned(residual, offset)
     scale = None
     if case.quantization:
-        scale = torch.full((1,), 0.02) if case.quantization == "static" else torch.empty(gathered, 1)
+        scale = torch.full((1,), 0.02) if case.quantization == "static" else torch.empty(case.rows, 1)
     return NormTensors(
         residual,
         weight,
@@ -101,23 +92,16 @@ def empty_tensors(case: Case, world_size: int, residual: torch.Tensor, weight: t
     )
 
 
-def expected_tensors(case: Case, world_size: int, rank: int, inputs, residuals, weight) -> NormTensors:
-    """Return the sum in plain torch, the residual of ``rank``, and the norm of all rows that it has."""
+def expected_tensors(case: Case, inputs, residual, weight) -> NormTensors:
+    """Return the new residual by plain torch, and its norm."""
     total = torch.zeros(case.rows, case.hidden)
     for x in inputs:
         total = total + x.float()
     total = total.to(case.dtype)
-    if case.op is Op.REDUCE_SCATTER_RMS_NORM:
-        total = total.view(world_size, -1, case.hidden)[rank]
-    residual = residuals[rank]
-    if case.op is Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER:
-        residual = torch.cat(residuals)
-    tensors = empty_tensors(case, world_size, residual, weight, 0)
-    norm_sum(total.contiguous(), tensors, Norm(case.hidden, case.quantization, case.keeps))
+    tensors = empty_tensors(case, residual, weight, 0)
+    norm_sum(total, tensors, Norm(case.hidden, case.quantization, case.keeps))
     new_residual = (total.float() + residual.float()).to(case.dtype)
     assert_bits(tensors.new_residual, new_residual, "the reference itself")
-    if case.op is Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER:
-        new_residual = new_residual.view(world_size, -1, case.hidden)[rank]
     return tensors._replace(new_residual=new_residual)
 
 
@@ -144,14 +128,12 @@ def assert_tensors(actual: NormTensors, expected: NormTensors, what: object) -> 
 def run_case(executor: CpuExecutor, group: LocalGroup, case: Case, seed: int) -> None:
     rank, world_size = group.rank, group.world_size
     inputs = [values((case.rows, case.hidden), case.dtype, seed * 64 + r) for r in range(world_size)]
-    residuals = [
-        values((case.share(world_size), case.hidden), case.dtype, seed * 64 + 8 + r) for r in range(world_size)
-    ]
+    residual = values((case.rows, case.hidden), case.dtype, seed * 64 + 8)
     weight = values((case.hidden,), case.dtype, seed * 64 + 16)
-    expected = expected_tensors(case, world_size, rank, inputs, residuals, weight)
+    expected = expected_tensors(case, inputs, residual, weight)
     x = misaligned(inputs[rank], seed % 2)
-    tensors = empty_tensors(case, world_size, residuals[rank], weight, seed)
-    if case.keeps and case.op is Op.ALL_REDUCE_RMS_NORM and seed % 5 == 0:
+    tensors = empty_tensors(case, residual, weight, seed)
+    if case.keeps and seed % 5 == 0:
         tensors = tensors._replace(normed=x)
     run_call(executor, case.plan, x, None, tensors)
     assert executor.fault() is None
@@ -169,7 +151,7 @@ def check_values(group, dtype, max_bytes):
         for turn, (way, form) in enumerate(itertools.product(WAYS, FORMS)):
             if hidden > 500 and turn % 3 != seed % 3:
                 continue
-            rows = per_rank * world_size + (1 if way[0] is Op.ALL_REDUCE_RMS_NORM and per_rank else 0)
+            rows = per_rank * world_size + (1 if per_rank else 0)
             chunk = (0, 64, 1 << 12)[turn % 3] if rows * hidden < 20_000 else (0, 1 << 12, 1 << 14)[turn % 3]
             run_case(executor, group, Case(*way, dtype, rows, hidden, *form, chunk), seed + turn)
     executor.close()
@@ -235,9 +217,9 @@ LONG_S, SOON_S = 300.0, 60.0
 """A deadline that a test does not wait for, and the longest that a fault takes to be seen on a busy machine."""
 
 
-def some_tensors(case: Case, group: LocalGroup) -> NormTensors:
-    residual = torch.ones(case.share(group.world_size), case.hidden, dtype=case.dtype)
-    tensors = empty_tensors(case, group.world_size, residual, torch.ones(case.hidden, dtype=case.dtype), 0)
+def some_tensors(case: Case) -> NormTensors:
+    residual = torch.ones(case.rows, case.hidden, dtype=case.dtype)
+    tensors = empty_tensors(case, residual, torch.ones(case.hidden, dtype=case.dtype), 0)
     for tensor in (tensors.new_residual, tensors.normed):
         if tensor is not None:
             tensor.fill_(1)
@@ -268,7 +250,7 @@ def reset(executor: CpuExecutor, group: LocalGroup) -> None:
 def check_late(group, late, case):
     executor = CpuExecutor(group, 1 << 20, LONG_S, registered())
     x = torch.ones(case.rows, case.hidden, dtype=case.dtype)
-    tensors = some_tensors(case, group)
+    tensors = some_tensors(case)
     group.barrier()
     if group.rank == late:
         group.barrier()  # the others have given up
@@ -285,7 +267,7 @@ def check_late(group, late, case):
     assert took < SOON_S if group.rank == late else 0.9 < took < SOON_S
     assert_stopped(case, tensors)
     # The fault stays, and the next call overwrites all its outputs, too.
-    tensors = some_tensors(case, group)
+    tensors = some_tensors(case)
     run_call(executor, case.plan, x, None, tensors)
     assert_stopped(case, tensors)
     group.barrier()
@@ -300,9 +282,9 @@ def check_late(group, late, case):
     [
         (2, 0, WAYS[0], ("static", False)),
         (3, 1, WAYS[1], ("dynamic", True)),
-        (4, 3, WAYS[2], ("dynamic", False)),
-        (3, 2, WAYS[3], ("static", True)),
-        (2, 1, WAYS[3], ("", True)),
+        (4, 3, WAYS[0], ("dynamic", False)),
+        (3, 2, WAYS[1], ("static", True)),
+        (2, 1, WAYS[1], ("", True)),
     ],
 )
 def test_a_late_rank_is_named_and_nothing_looks_like_a_result(world_size, late, way, form):
@@ -310,7 +292,7 @@ def test_a_late_rank_is_named_and_nothing_looks_like_a_result(world_size, late, 
 
 
 def check_killed(group, victim, way, number, given_up):
-    """Kill or stop ``victim`` in the middle of a call, between chunks of a row or of the gather."""
+    """Kill or stop ``victim`` in the middle of a call, between chunks of a row."""
     executor = CpuExecutor(group, 1 << 20, 2.0, registered())
     case = Case(*way, torch.bfloat16, 2048 * group.world_size, 4096, "dynamic", True, 128)
     x = torch.ones(case.rows, case.hidden, dtype=case.dtype)
@@ -324,14 +306,14 @@ def check_killed(group, victim, way, number, given_up):
         threading.Timer(0.05, os.kill, (process, number)).start()
     until = time.monotonic() + 100
     while executor.fault() is None and time.monotonic() < until:  # a fast machine makes several calls before the signal
-        tensors = some_tensors(case, group)
+        tensors = some_tensors(case)
         run_call(executor, case.plan, x, None, tensors)
     given_up.set()
     fault = executor.fault()
     assert fault is not None
     assert (fault.kind, fault.ranks) == (TIMEOUT, (victim,))
     if group.rank == victim:  # its own part may have been done when it was stopped, so that only the next call fails
-        tensors = some_tensors(case, group)
+        tensors = some_tensors(case)
         run_call(executor, case.plan, x, None, tensors)
     assert_stopped(case, tensors)
     if number == signal.SIGSTOP:
@@ -345,14 +327,14 @@ def check_killed(group, victim, way, number, given_up):
 
 @pytest.mark.timing
 def test_a_killed_rank_is_named():
-    results = run_ranks(3, check_killed, 1, WAYS[3], signal.SIGKILL, FORK.Event(), mortal=True)
+    results = run_ranks(3, check_killed, 1, WAYS[1], signal.SIGKILL, FORK.Event(), mortal=True)
     assert results == ["named", DEAD, "named"]
 
 
 @pytest.mark.timing
 @pytest.mark.parametrize(
     "way",
-    [*(pytest.param(way, marks=pytest.mark.full) for way in WAYS[:2]), WAYS[2]],
+    [pytest.param(WAYS[0], marks=pytest.mark.full), WAYS[1]],
     ids=lambda way: f"{way[0].label}-{way[1]}",
 )
 def test_a_stopped_rank_is_named_and_comes_back(way):
@@ -365,10 +347,10 @@ def check_mismatches(group):
     for odd, other in (
         (0, usual._replace(quantization="dynamic")),
         (1, usual._replace(algorithm="two_shot")),
-        (2, Case(*WAYS[2], torch.bfloat16, 6, 8)),
+        (2, usual._replace(op=Op.ALL_REDUCE_LAYER_NORM)),
     ):
         case = other if group.rank == odd else usual
-        tensors = some_tensors(case, group)
+        tensors = some_tensors(case)
         run_call(executor, case.plan, torch.ones(6, 8, dtype=torch.bfloat16), None, tensors)
         fault = executor.fault()
         assert fault is not None
@@ -389,11 +371,8 @@ def check_refusals(group):
     good = Case(*WAYS[0], torch.bfloat16, 6, 8)
     for case, error, text in (
         (good._replace(algorithm="ring"), UnsupportedError, "no ring all_reduce_rms_norm of bfloat16"),
-        (Case(*WAYS[2], torch.bfloat16, 6, 8)._replace(algorithm="two_shot"), UnsupportedError, "no two_shot"),
         (good._replace(dtype=torch.float64), UnsupportedError, "of float64"),
         (good._replace(hidden=0), ConfigError, "no rows of 0"),
-        (Case(*WAYS[2], torch.bfloat16, 5, 8), ConfigError, "for each of 2 ranks"),
-        (Case(*WAYS[3], torch.bfloat16, 5, 8), ConfigError, "for each of 2 ranks"),
     ):
         with pytest.raises(error, match=text):
             executor.bind(case.plan)

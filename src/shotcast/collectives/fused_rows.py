@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shotcast.collectives.algorithm import CollectiveProblem
-from shotcast.device.triton.tiles import MAX_ROW_WORDS, row_tile
+from shotcast.device.triton.tiles import MAX_ROW_WORDS
 from shotcast.transport.triton.layout import QUAD
 from shotcast.units import align_up, format_size
 from shotcast.wire import LaunchShape
@@ -56,26 +56,3 @@ def tiles_of_rows(problem: CollectiveProblem) -> tuple[int, int]:
 def tile_launch(problem: CollectiveProblem, programs: int) -> LaunchShape:
     """Return the launch of a fused all-reduce with one program per tile."""
     return LaunchShape(programs=max(1, programs), block_words=tiles_of_rows(problem)[1], num_warps=1)
-
-
-def scatter_launch(problem: CollectiveProblem) -> LaunchShape:
-    """Return the launch of a fused reduce-scatter: programs that push tiles, and at most as many that normalize rows.
-
-    Rows determine the warps (see :func:`row_tile`), so all programs of the grid have equally many, and a tile is 16
-    bytes per thread: with less, threads would poll the same words and see them arrive at different times. The limit is
-    16 warps on each of 132 multiprocessors, so a grid is resident at once with up to 128 registers per thread. Calls
-    that leave room for others use half of that.
-    """
-    world_size = problem.topology.world_size
-    row_words = max(1, problem.row_bytes // 4)
-    rows = problem.nbytes // (4 * row_words) // world_size
-    words = -(-problem.nbytes // 4 // world_size)
-    if problem.topology.transport.serial:
-        block = 1 << max(4, min(11, (words // 2).bit_length()))
-        return LaunchShape(programs=4, block_words=block, num_warps=1)
-    _, warps = row_tile(row_words)
-    most = min(512, (66 if problem.topology.exclusive else 32) * (16 // warps)) - 1
-    block = 128 * warps
-    norm_programs = max(1, min(rows, most))
-    push_programs = max(norm_programs, min(-(-words // block), most))
-    return LaunchShape(programs=push_programs + norm_programs, block_words=block, num_warps=warps)

@@ -48,8 +48,6 @@ def norm_operands(
     residual: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
-    shards: int,
-    gather: bool,
     out: tuple[torch.Tensor | None, ...] | None,
     kind: str = wire.RMS,
     bias: torch.Tensor | None = None,
@@ -59,11 +57,10 @@ def norm_operands(
 ) -> tuple[Norm, NormTensors]:
     """Return the tensors that a call reads and writes.
 
-    ``shards`` is the number of ranks that the rows are divided among; ``kind`` is the norm without a bias. With ``fp8``
-    the norm is quantized by ``scale``, or by scales per row that the call computes. Raises ConfigError or
-    UnsupportedError, saying what is wrong and what is accepted.
+    ``kind`` is the norm without a bias. With ``fp8`` the norm is quantized by ``scale``, or by scales per row that the
+    call computes. Raises ConfigError or UnsupportedError, saying what is wrong and what is accepted.
     """
-    rows, all_rows = norm_rows(name, device, x, residual, weight, eps, shards, bias)
+    check_rows(name, device, x, residual, weight, eps, bias)
     if scale is not None:
         valid(scale, "scale", device, name)
         if scale.dtype != torch.float32 or scale.numel() != 1:
@@ -71,7 +68,7 @@ def norm_operands(
                 f"{name}: scale is one float32, or None for one a row; it is {list(scale.shape)} of {scale.dtype}"
             )
     quantize = ("dynamic" if scale is None else "static") if fp8 else ""
-    results = norm_results(x, rows, all_rows if gather else rows, quantize, with_normed)
+    results = norm_results(x, quantize, with_normed)
     if out is None:
         made = {member: x.new_empty(shape, dtype=dtype) for member, (shape, dtype) in results.items()}
     else:
@@ -101,15 +98,13 @@ def in_place_norm(
     return norm, NormTensors(residual, weight, float(eps), residual, x)
 
 
-def norm_results(
-    x: torch.Tensor, rows: Sequence[int], shape: Sequence[int], quantize: str, with_normed: bool
-) -> dict[str, tuple[Sequence[int], torch.dtype]]:
-    """Return shape and dtype of a call's results, with ``rows`` on this rank and normalized rows of shape ``shape``."""
+def norm_results(x: torch.Tensor, quantize: str, with_normed: bool) -> dict[str, tuple[Sequence[int], torch.dtype]]:
+    """Return shape and dtype of a call's results."""
     found = {
-        "normed": (shape, x.dtype) if with_normed else None,
-        "new_residual": (rows, x.dtype),
-        "quantized": (shape, torch.float8_e4m3fn),
-        "scale": ((*shape[:-1], 1), torch.float32) if quantize == "dynamic" else None,
+        "normed": (x.shape, x.dtype) if with_normed else None,
+        "new_residual": (x.shape, x.dtype),
+        "quantized": (x.shape, torch.float8_e4m3fn),
+        "scale": ((*x.shape[:-1], 1), torch.float32) if quantize == "dynamic" else None,
     }
     return {member: kind for member in MEMBERS[bool(quantize)] if (kind := found[member]) is not None}
 
@@ -123,20 +118,16 @@ def norm_members(name: str, out: Any, fp8: bool) -> dict[str, torch.Tensor | Non
     return dict(zip(members, out, strict=True))
 
 
-def norm_rows(
+def check_rows(
     name: str,
     device: torch.device,
     x: torch.Tensor,
     residual: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
-    shards: int,
     bias: torch.Tensor | None = None,
-) -> tuple[torch.Size, torch.Size]:
-    """Return the shapes of this rank's rows and of all rows.
-
-    Raises ConfigError or UnsupportedError for other inputs.
-    """
+) -> None:
+    """Raise ConfigError or UnsupportedError for inputs that a call does not take."""
     valid(x, "x", device, name)
     valid(residual, "residual", device, name)
     valid(weight, "weight", device, name)
@@ -145,16 +136,9 @@ def norm_rows(
             f"{name} takes x and residual of one dtype of {', '.join(wire.REDUCIBLE)}, and a weight of any of these; "
             f"they are {x.dtype}, {residual.dtype} and {weight.dtype}"
         )
-    if shards > 1 and (x.dim() < 2 or x.shape[0] % shards):
+    if x.dim() == 0 or residual.shape != x.shape or weight.shape != x.shape[-1:]:
         raise ConfigError(
-            f"{name}: the first dimension of x, [N * k, ..., hidden], is divided among {shards} ranks; its shape is "
-            f"{list(x.shape)}"
-        )
-    rows = x.shape if shards == 1 else torch.Size((x.shape[0] // shards, *x.shape[1:]))
-    if x.dim() == 0 or residual.shape != rows or weight.shape != x.shape[-1:]:
-        wanted = "x and residual [..., hidden]" if shards == 1 else "x [N * k, ..., hidden], residual [k, ..., hidden]"
-        raise ConfigError(
-            f"{name} takes {wanted} and weight [hidden]; shapes are "
+            f"{name} takes x and residual [..., hidden] and weight [hidden]; shapes are "
             f"{list(x.shape)}, {list(residual.shape)}, {list(weight.shape)}"
         )
     if bias is not None:
@@ -166,7 +150,6 @@ def norm_rows(
             )
     if not isinstance(eps, int | float) or not 0 <= eps < math.inf:
         raise ConfigError(f"{name}: eps is a number from 0 up, not {eps!r}")
-    return rows, x.shape
 
 
 @functools.lru_cache(maxsize=1024)

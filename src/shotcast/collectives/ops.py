@@ -218,10 +218,8 @@ def _of_norm(
     weight: torch.Tensor,
     eps: float,
     biased: bool,
-    gather: bool = False,
     *,
     layer: bool,
-    scatter: bool,
     **_: Any,
 ) -> Gradients:
     """Return the gradients of x, residual, weight and bias, through the norm, the residual add and the sum.
@@ -230,7 +228,7 @@ def _of_norm(
     same holds for r minus its mean, which also subtracts the mean of the gradient.
     """
     by = functools.partial(by, algorithm="auto", reduction="sum")
-    d_normed = (by("reduce_scatter", d_normed) if gather else d_normed).float()
+    d_normed = d_normed.float()
     rows = new_residual.float()
     if layer:
         rows = rows - rows.mean(-1, keepdim=True)
@@ -242,7 +240,7 @@ def _of_norm(
         d_rows = d_rows - d_rows.mean(-1, keepdim=True)
     d_residual = (d_rows + d_residual.float()).to(new_residual.dtype)
     d_weight = (d_normed * unit).view(-1, weight.shape[0]).sum(0).to(weight.dtype)
-    d_x = by("all_gather" if scatter else "all_reduce", plain(d_residual))
+    d_x = by("all_reduce", plain(d_residual))
     if not layer:
         return d_x, d_residual, d_weight
     d_bias = d_normed.view(-1, weight.shape[0]).sum(0).to(weight.dtype) if biased else None
@@ -381,25 +379,17 @@ RECV = OpSpec(
 BARRIER = OpSpec("barrier(str comm) -> ()", Op.BARRIER)
 
 
-def _norm(sum_of: str, kind: str, fp8: bool) -> OpSpec:
-    layer, scatter = kind == "layer", sum_of == "reduce_scatter"
+def _norm(kind: str, fp8: bool) -> OpSpec:
+    layer = kind == "layer"
     operands = ["Tensor x", "Tensor residual", "Tensor weight"]
     operands += ["Tensor? bias"] * layer + ["Tensor? scale"] * fp8 + ["str comm", "float eps"]
-    operands += ["bool with_normed"] * fp8 + ["bool gather"] * scatter + ["str algorithm"]
-    name, results = f"{sum_of}_{kind}_norm{'_fp8' * fp8}", ", ".join(["Tensor"] * (4 if fp8 else 2))
+    operands += ["bool with_normed"] * fp8 + ["str algorithm"]
+    name, results = f"all_reduce_{kind}_norm{'_fp8' * fp8}", ", ".join(["Tensor"] * (4 if fp8 else 2))
 
     def saves(
-        result: tuple[torch.Tensor, torch.Tensor],
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        **operands: Any,
+        result: tuple[torch.Tensor, torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None = None, **_: Any
     ) -> dict[str, Any]:
-        found = {"new_residual": result[1], "weight": weight, "biased": bias is not None}
-        if scatter and "world_size" not in operands:  # the operator has none
-            found["world_size"] = x.shape[0] // residual.shape[0]
-        return found
+        return {"new_residual": result[1], "weight": weight, "biased": bias is not None}
 
     def call(comm: Any, **operands: Any) -> tuple[torch.Tensor, ...]:
         given = {operand: operands[operand] for operand in spec.operands if operand not in _FACTS}
@@ -411,15 +401,14 @@ def _norm(sum_of: str, kind: str, fp8: bool) -> OpSpec:
             found = found.new_empty(0)
         return quantized, found, new_residual, new_residual.new_empty(0) if normed is None else normed
 
-    def empty(x: torch.Tensor, residual: torch.Tensor, **operands: Any) -> tuple[torch.Tensor, ...]:
-        shape = x.shape if operands.get("gather") else residual.shape
+    def empty(x: torch.Tensor, **operands: Any) -> tuple[torch.Tensor, ...]:
         quantize = ("dynamic" if operands["scale"] is None else "static") if fp8 else ""
-        found = norm_results(x, residual.shape, shape, quantize, operands.get("with_normed", True))
+        found = norm_results(x, quantize, operands.get("with_normed", True))
         none = {"scale": ((0,), torch.float32), "normed": ((0,), x.dtype)}
         kinds = [(none | found)[member] for member in MEMBERS[fp8]]
         return tuple(x.new_empty(size, dtype=dtype) for size, dtype in kinds)
 
-    derivative = None if fp8 else functools.partial(_of_norm, layer=layer, scatter=scatter)
+    derivative = None if fp8 else functools.partial(_of_norm, layer=layer)
     schema = f"{name}({', '.join(operands)}) -> ({results})"
     spec = OpSpec(schema, call=call, results=empty, saves=saves, derivative=derivative)
     return spec
@@ -431,12 +420,7 @@ OPS = {
     for spec in (
         *(ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, ALL_GATHER_UNEVEN, ALL_TO_ALL, ALL_TO_ALL_UNEVEN),
         *(BROADCAST, REDUCE, GATHER, SCATTER, SEND, RECV, BARRIER),
-        *(
-            _norm(sum_of, kind, fp8)
-            for sum_of in ("all_reduce", "reduce_scatter")
-            for kind in ("rms", "layer")
-            for fp8 in (False, True)
-        ),
+        *(_norm(kind, fp8) for kind in ("rms", "layer") for fp8 in (False, True)),
         OpSpec(
             "all_reduce_gradient(Tensor x, Tensor grad, str comm, str reduction, int? sms=None) -> Tensor",
             call=_all_reduce_gradient,

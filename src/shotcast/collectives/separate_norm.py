@@ -46,10 +46,3 @@ def norm_sum(total: torch.Tensor, tensors: NormTensors, norm: Norm, by_kernel: b
     if tensors.normed is not None:
         tensors.normed.copy_(normed)
     tensors.new_residual.copy_(new_residual)
-
-
-def gathered(norm: Norm) -> list[str]:
-    """Return the names of the tensors that hold the rows of all ranks if these are gathered."""
-    names = ["normed"] if norm.keeps_normed else []
-    names += ["quantized"] if norm.quantize else []
-    return names + (["scale"] if norm.quantize == "dynamic" else [])

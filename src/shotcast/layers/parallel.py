@@ -83,7 +83,7 @@ class Parallel:
                 total = self.comm.all_reduce(x, out=x, sms=sms)
                 scale = x.new_empty(x.shape[0], 1, dtype=torch.float32)
                 found = Fp8Normed(torch.empty_like(x, dtype=torch.float8_e4m3fn), scale, residual, None)
-                operands = total, residual, weight, eps, 1, False, found
+                operands = total, residual, weight, eps, found
                 norm, tensors = norm_operands("reduce_norm_float8", x.device, *operands, fp8=True, with_normed=False)
                 separate_norm.norm_sum(total, tensors, norm, self.comm.topology.runs_grids)
             else:

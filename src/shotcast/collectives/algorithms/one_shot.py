@@ -12,7 +12,7 @@ from typing import Any
 
 from shotcast import wire
 from shotcast.collectives.algorithm import Algorithm, CollectiveProblem, Form, Workspace, slice_of_message, window_alone
-from shotcast.collectives.fused_rows import rows_unsupported_reason, scatter_launch, tile_launch, tiles_of_rows
+from shotcast.collectives.fused_rows import rows_unsupported_reason, tile_launch, tiles_of_rows
 from shotcast.cost.collective import Work
 from shotcast.transport.triton.layout import CHUNKS_IN_WINDOW, QUAD, window_bytes
 from shotcast.units import align_up
@@ -154,16 +154,6 @@ ALGORITHM = Algorithm(
                 cpu="shotcast.transport.cpu.fused:ONE_SHOT",
                 launch=_fused_launch,
                 workspace=_fused_workspace,
-                unsupported_reason=rows_unsupported_reason,
-            ),
-        ),
-        **dict.fromkeys(
-            wire.REDUCE_SCATTER_NORMS,
-            Form(
-                work=part_work,
-                triton="shotcast.transport.triton.fused_reduce_scatter:bind",
-                cpu="shotcast.transport.cpu.fused:REDUCE_SCATTER",
-                launch=scatter_launch,
                 unsupported_reason=rows_unsupported_reason,
             ),
         ),

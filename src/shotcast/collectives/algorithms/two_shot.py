@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from shotcast import wire
 from shotcast.collectives.algorithm import Algorithm, CollectiveProblem, Form, Workspace, slice_of_message
-from shotcast.collectives.fused_rows import rows_unsupported_reason, scatter_launch, tile_launch, tiles_of_rows
+from shotcast.collectives.fused_rows import rows_unsupported_reason, tile_launch, tiles_of_rows
 from shotcast.cost.collective import Work
-from shotcast.transport.triton.layout import QUAD, gathered_row_quads
 from shotcast.units import align_up
 from shotcast.wire import LaunchShape, NodeShape, Op
 
@@ -31,13 +30,6 @@ def _fused_workspace(problem: CollectiveProblem) -> Workspace:
 
 def _fused_launch(problem: CollectiveProblem) -> LaunchShape:
     return tile_launch(problem, -(-tiles_of_rows(problem)[0] // problem.topology.world_size))
-
-
-def _gathered_workspace(problem: CollectiveProblem) -> Workspace:
-    assert problem.norm is not None
-    rows = problem.nbytes // (problem.norm.hidden * wire.DTYPES[problem.dtype])
-    gathered = rows * gathered_row_quads(problem.norm, problem.dtype) * QUAD
-    return Workspace(problem.nbytes + gathered, 2 * problem.topology.max_bytes)
 
 
 def reduce_work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
@@ -75,17 +67,6 @@ ALGORITHM = Algorithm(
                 cpu="shotcast.transport.cpu.fused:TWO_SHOT",
                 launch=_fused_launch,
                 workspace=_fused_workspace,
-                unsupported_reason=rows_unsupported_reason,
-            ),
-        ),
-        **dict.fromkeys(
-            wire.GATHERED_NORMS,
-            Form(
-                work=work,
-                triton="shotcast.transport.triton.fused_reduce_scatter:bind",
-                cpu="shotcast.transport.cpu.fused:REDUCE_SCATTER_ALL_GATHER",
-                launch=scatter_launch,
-                workspace=_gathered_workspace,
                 unsupported_reason=rows_unsupported_reason,
             ),
         ),

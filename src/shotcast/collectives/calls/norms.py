@@ -20,23 +20,19 @@ from shotcast.wire import LAYER, RMS, Norm, Op
 
 
 class _Form(NamedTuple):
-    """A fused operation: the kind of norm, whether rows are scattered and normalized rows gathered, and its forms."""
+    """A fused operation: the kind of norm, and its forms."""
 
     kind: str
-    scatter: bool
-    gather: bool
     spec: OpSpec
     fp8_spec: OpSpec
 
     @classmethod
     def of(cls, op: Op) -> _Form:
-        kind = LAYER if op in wire.LAYER_NORMS else RMS
-        name = op.label.removesuffix("_all_gather")
-        scatter, gather = op not in wire.ALL_REDUCE_NORMS, op in wire.GATHERED_NORMS
-        return cls(kind, scatter, gather, OPS[name], OPS[f"{name}_fp8"])
+        kind = LAYER if op is Op.ALL_REDUCE_LAYER_NORM else RMS
+        return cls(kind, OPS[op.label], OPS[f"{op.label}_fp8"])
 
 
-_FORMS = {op.value: _Form.of(op) for op in (*wire.ALL_REDUCE_NORMS, *wire.REDUCE_SCATTER_NORMS, *wire.GATHERED_NORMS)}
+_FORMS = {op.value: _Form.of(op) for op in wire.ALL_REDUCE_NORMS}
 
 
 class NormCalls(SumCalls, CopyCalls):
@@ -100,55 +96,6 @@ class NormCalls(SumCalls, CopyCalls):
         operands = x, residual, weight, None, eps, algorithm, out, True, scale, with_normed
         return self._norm(Op.ALL_REDUCE_RMS_NORM, *operands)
 
-    def reduce_scatter_rms_norm(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float = 1e-6,
-        gather: bool = False,
-        algorithm: str = "auto",
-        out: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Reduce-scatter the rows of ``x``, then add the residual and norm this rank's rows, in one kernel.
-
-        This is sequence parallelism. ``new_residual = reduce_scatter(x) + residual``, normed as in
-        :meth:`all_reduce_rms_norm`.
-
-        Args:
-            x: contiguous [N * k, ..., hidden], float32, float16 or bfloat16.
-            residual: [k, ..., hidden], this rank's rows.
-            weight, eps: as in :meth:`all_reduce_rms_norm`.
-            gather: give every rank the normalized rows of all ranks, in the same kernel.
-            algorithm: ``auto``; ``one_shot``, with ``gather`` ``two_shot``; or ``vendor``.
-            out: (normed, new_residual), of which new_residual may be all of ``residual``, and with ``gather``
-                normed all of ``x``; None for new tensors.
-
-        Returns:
-            ``(normed, new_residual)``, both [k, ..., hidden], with ``gather`` normed like ``x``. Differentiable.
-        """
-        op = Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER if gather else Op.REDUCE_SCATTER_RMS_NORM
-        return self._norm(op, x, residual, weight, None, eps, algorithm, out)
-
-    def reduce_scatter_rms_norm_fp8(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float = 1e-6,
-        scale: torch.Tensor | None = None,
-        with_normed: bool = False,
-        gather: bool = False,
-        algorithm: str = "auto",
-        out: Fp8Normed | None = None,
-    ) -> Fp8Normed:
-        """Run :meth:`reduce_scatter_rms_norm`, and return the norm in FP8 as :meth:`all_reduce_rms_norm_fp8` does.
-
-        With ``gather``, the second step sends only FP8 and scales, unless ``with_normed``.
-        """
-        op = Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER if gather else Op.REDUCE_SCATTER_RMS_NORM
-        return self._norm(op, x, residual, weight, None, eps, algorithm, out, True, scale, with_normed)
-
     def all_reduce_layer_norm(
         self,
         x: torch.Tensor,
@@ -190,38 +137,6 @@ class NormCalls(SumCalls, CopyCalls):
         operands = x, residual, weight, bias, eps, algorithm, out, True, scale, with_normed
         return self._norm(Op.ALL_REDUCE_LAYER_NORM, *operands)
 
-    def reduce_scatter_layer_norm(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        eps: float = 1e-5,
-        gather: bool = False,
-        algorithm: str = "auto",
-        out: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run :meth:`reduce_scatter_rms_norm` with the LayerNorm of :meth:`all_reduce_layer_norm`."""
-        op = Op.REDUCE_SCATTER_LAYER_NORM_ALL_GATHER if gather else Op.REDUCE_SCATTER_LAYER_NORM
-        return self._norm(op, x, residual, weight, bias, eps, algorithm, out)
-
-    def reduce_scatter_layer_norm_fp8(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        eps: float = 1e-5,
-        scale: torch.Tensor | None = None,
-        with_normed: bool = False,
-        gather: bool = False,
-        algorithm: str = "auto",
-        out: Fp8Normed | None = None,
-    ) -> Fp8Normed:
-        """Run :meth:`reduce_scatter_layer_norm` with the norm in FP8; see :meth:`reduce_scatter_rms_norm_fp8`."""
-        op = Op.REDUCE_SCATTER_LAYER_NORM_ALL_GATHER if gather else Op.REDUCE_SCATTER_LAYER_NORM
-        return self._norm(op, x, residual, weight, bias, eps, algorithm, out, True, scale, with_normed)
-
     def _norm(
         self,
         op: Op,
@@ -251,18 +166,16 @@ class NormCalls(SumCalls, CopyCalls):
             return done
         form = _FORMS[op.value]  # Dynamo of PyTorch 2.11 hashes no enumeration
         spec = form.fp8_spec if fp8 else form.spec
-        shards = self.world_size if form.scatter else 1
         named = {"x": x, "residual": residual, "weight": weight, "bias": bias, "scale": scale}
-        options = {"eps": eps, "with_normed": with_normed, "gather": form.gather, "algorithm": algorithm}
+        options = {"eps": eps, "with_normed": with_normed, "algorithm": algorithm}
         if is_traced():
-            return operators.traced_norm(spec, self, shards, out, named | options)
+            return operators.traced_norm(spec, self, out, named | options)
         norm, tensors = norm_operands(
-            *(spec.name, self.device, x, residual, weight, eps, shards, form.gather, out, form.kind, bias),
-            *(fp8, scale, with_normed),
+            spec.name, self.device, x, residual, weight, eps, out, form.kind, bias, fp8, scale, with_normed
         )
         differentiable = () if fp8 else (x, residual, weight, bias, *(out or ()))
         if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in differentiable):
-            made = autograd.record(spec, self, named | options | {"world_size": self.world_size})
+            made = autograd.record(spec, self, named | options)
             return made if out is None else (out[0].copy_(made[0]), out[1].copy_(made[1]))
         self._run_norm(op, x, norm, tensors, algorithm, (key, operands))
         if fp8:
@@ -290,17 +203,10 @@ class NormCalls(SumCalls, CopyCalls):
         if self.world_size > 1 and not call.by_library:
             return
         plain = "vendor" if algorithm == "vendor" else "auto"
-        scatter, gather = _FORMS[op.value][1:3]
-        gathered = separate_norm.gathered(norm) if gather else []
-        parts = {name: getattr(tensors, name).chunk(self.world_size)[self.rank] for name in gathered}
-        own = tensors._replace(**parts)
         # the sum goes where the new residual will be; if the old one is there, into x where the norm will be
-        room = own.new_residual if own.new_residual.data_ptr() != own.residual.data_ptr() else None
-        if room is None and not scatter and own.normed is not None:
-            room = x if own.normed.data_ptr() == x.data_ptr() else None
+        room = tensors.new_residual if tensors.new_residual.data_ptr() != tensors.residual.data_ptr() else None
+        if room is None and tensors.normed is not None:
+            room = x if tensors.normed.data_ptr() == x.data_ptr() else None
         with torch.no_grad():
-            reduce = self.reduce_scatter if scatter else self.all_reduce
-            total = reduce(x, out=room, algorithm=plain)
-            separate_norm.norm_sum(total, own, norm, by_kernel)
-            for name, part in parts.items():
-                self.all_gather(part, out=getattr(tensors, name), algorithm=plain)
+            total = self.all_reduce(x, out=room, algorithm=plain)
+            separate_norm.norm_sum(total, tensors, norm, by_kernel)

@@ -10,11 +10,10 @@ from shotcast.collectives.started import Handle, StreamStarter, ThreadStarter
 from shotcast.collectives.torch_private import is_traced
 from shotcast.errors import ClosedError, ConfigError
 
-_FORMS_OF_SUMS = ("", "_coalesced", "_layer_norm", "_layer_norm_fp8", "_rms_norm", "_rms_norm_fp8")
 STARTABLE = sorted(
-    [f"{op}{form}" for op in ("all_reduce", "reduce_scatter") for form in _FORMS_OF_SUMS]
-    + ["all_gather", "all_gather_coalesced", "all_to_all", "all_to_all_list", "barrier", "batch_send_recv"]
-    + ["broadcast", "gather", "reduce", "scatter"]
+    [f"all_reduce_{norm}_norm{fp8}" for norm in ("layer", "rms") for fp8 in ("", "_fp8")]
+    + [f"{op}{form}" for op in ("all_gather", "all_reduce", "reduce_scatter") for form in ("", "_coalesced")]
+    + ["all_to_all", "all_to_all_list", "barrier", "batch_send_recv", "broadcast", "gather", "reduce", "scatter"]
 )
 """Names of the calls that can be started."""
 

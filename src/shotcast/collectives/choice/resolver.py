@@ -226,7 +226,7 @@ class Resolver:
         asked = operation(op)
         if not isinstance(x, torch.Tensor):
             raise ConfigError(f"explain: x is a torch.Tensor, not {type(x).__name__}")
-        kind = wire.LAYER if asked in wire.LAYER_NORMS else wire.RMS
+        kind = wire.LAYER if asked is Op.ALL_REDUCE_LAYER_NORM else wire.RMS
         norm = Norm(x.shape[-1] if x.dim() else 1, kind=kind) if asked in FUSED else None
         dtype = None if asked is Op.BARRIER else x.dtype
         # ranks that exchange parts of any sizes have to choose alike

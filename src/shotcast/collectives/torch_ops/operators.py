@@ -19,7 +19,7 @@ import torch
 
 from shotcast.collectives.arguments import output, without_gradient
 from shotcast.collectives.interface import Collectives
-from shotcast.collectives.norm_operands import MEMBERS, Fp8Normed, norm_members, norm_rows
+from shotcast.collectives.norm_operands import MEMBERS, Fp8Normed, check_rows, norm_members
 from shotcast.collectives.ops import LINEAR, OPS, OpSpec
 from shotcast.collectives.torch_ops import autograd, inductor
 from shotcast.errors import ConfigError, UnsupportedError
@@ -106,11 +106,11 @@ def traced(spec: OpSpec, comm: Collectives, out: torch.Tensor | None, operands: 
     return result if out is None else out.copy_(result)
 
 
-def traced_norm(spec: OpSpec, comm: Collectives, shards: int, out: Any, operands: dict[str, Any]) -> Any:
+def traced_norm(spec: OpSpec, comm: Collectives, out: Any, operands: dict[str, Any]) -> Any:
     """Run a fused operation as an operator, with results copied to ``out``; results it does not produce are None."""
     fp8, scale, bias = spec.derivative is None, operands["scale"], operands["bias"]
-    checked = operands["x"], operands["residual"], operands["weight"], operands["eps"], shards, bias
-    norm_rows(spec.name, comm.device, *checked)
+    checked = operands["x"], operands["residual"], operands["weight"], operands["eps"], bias
+    check_rows(spec.name, comm.device, *checked)
     if fp8:
         tensors = {name: operands[name] for name in spec.tensors}
         without_gradient(spec.name, **tensors)

@@ -14,8 +14,3 @@ def row_tile(words: int) -> tuple[int, int]:
     """
     block = max(16, 1 << (words - 1).bit_length())
     return block, max(1, min(16, block // 256))
-
-
-def slots_at_once(block: int, warps: int) -> int:
-    """Return how many tiles of a row a program polls at once: 32 words a thread, a quarter of its registers."""
-    return 32 * 32 * warps // block

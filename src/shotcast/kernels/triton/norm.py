@@ -291,8 +291,8 @@ def quantized_words(normed, scale, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
 def finish_row(live, row, at, total, before, gain, shift, norm, SHAPE: tl.constexpr):
     """Compute and store everything that follows from the words of a row's sum.
 
-    The row is ``row`` in this rank's tensors, and ``at`` in tensors that may be gathered. ``before`` holds words of the
-    residual, and ``gain`` weights as :func:`load_weights` loads them. All results are NaN if the call was stopped.
+    The row is ``row`` of the new residual, and ``at`` of the other results. ``before`` holds words of the residual, and
+    ``gain`` weights as :func:`load_weights` loads them. All results are NaN if the call was stopped.
 
     Returns the words of the norm and of its FP8 form (if asked for), and the row's dynamic scale (if it has one).
     """

@@ -32,7 +32,6 @@ from shotcast.wire import CallPlan, Fault, Header, HeaderWords, Op, Wait
 logger = logging.getLogger(__name__)
 
 _SEND_RECV = (Op.SEND, Op.RECV)
-_TO_BLOCKS = (Op.REDUCE_SCATTER, *wire.REDUCE_SCATTER_NORMS, *wire.GATHERED_NORMS)
 
 _MIN_GENERATION, _MAX_GENERATION = 16 << 10, 1 << 20
 _MIN_PIECE, _MAX_PIECE = 4 << 10, 64 << 10
@@ -40,7 +39,6 @@ _SPINS, _SPINS_ON_SHARED_CORES = 200, 20
 """Polls before a rank yields its core: a few microseconds, enough for a running peer to arrive. A core that is yielded
 to another job is gone for a time slice. Ranks that share cores yield almost at once, because the peer may need this
 core."""
-_GATHER_CHUNK = 256 << 10
 _HEAP_BYTES = 32 << 30
 """Address space for tensors on each rank. Tensors take memory as they are created."""
 _GRACE_S = 0.2
@@ -260,8 +258,6 @@ class CpuExecutor:
             put(offset, arithmetic.address())
         if plan.norm is not None:
             put(layout.HIDDEN, plan.norm.hidden)
-            gathered = plan.launch.chunk_bytes or _GATHER_CHUNK
-            put(layout.GATHER_CHUNK, max(LINE_BYTES, min(gathered, self._generation) // LINE_BYTES * LINE_BYTES))
         if not call.header_only:
             self._put_parts(record, plan)
         return record
@@ -292,12 +288,10 @@ class CpuExecutor:
 
     def _check_rows(self, plan: CallPlan) -> None:
         hidden = 0 if plan.norm is None else plan.norm.hidden
-        parts = self._world_size if plan.op in _TO_BLOCKS else 1
-        if hidden < 1 or plan.nbytes % (parts * hidden * wire.DTYPES[plan.dtype]):
-            among = f" for each of {parts} ranks" if parts > 1 else ""
+        if hidden < 1 or plan.nbytes % (hidden * wire.DTYPES[plan.dtype]):
             raise ConfigError(
-                f"{plan.op.label} takes whole rows of at least one element{among}: {plan.nbytes} bytes of {plan.dtype} "
-                f"are no rows of {hidden}"
+                f"{plan.op.label} takes whole rows of at least one element: {plan.nbytes} bytes of {plan.dtype} are no "
+                f"rows of {hidden}"
             )
 
     def _chunk_bytes(self, plan: CallPlan, call: HostCall) -> int:

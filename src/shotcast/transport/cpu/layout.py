@@ -60,18 +60,17 @@ RESIDUAL, NEW_RESIDUAL, WEIGHT, NORMED, QUANTIZED, SCALE, DYNAMIC, EPS, START, C
 SQUARES = 128
 SQUARES_LANES = 32
 
-# Plan words. EXTENTS and OFFSETS are by rank: sizes and offsets, in bytes, of the parts of an all_gather. ADD, NORM,
-# HIDDEN and GATHER_CHUNK are for fused calls. GATHER_CHUNK is the bytes of a step of the final all_gather. PARTIAL,
-# ADD_PARTIAL and ROUND are the arithmetic of sums over nodes: of ranks to float32, of float32, and of float32 to the
-# dtype; other reductions are in the dtype itself, and PARTIAL_BYTES is the size of an element between nodes. SLOT is
-# the bytes from one slice that has arrived from another node to the next, and TOTAL those to the sum that is normed.
-# MESSAGE_NUMBER counts the messages between two ranks on different nodes, whose ROOT is the descriptor of their
-# connection.
+# Plan words. EXTENTS and OFFSETS are by rank: sizes and offsets, in bytes, of the parts of an all_gather. ADD, NORM and
+# HIDDEN are for fused calls. PARTIAL, ADD_PARTIAL and ROUND are the arithmetic of sums over nodes: of ranks to float32,
+# of float32, and of float32 to the dtype; other reductions are in the dtype itself, and PARTIAL_BYTES is the size of an
+# element between nodes. SLOT is the bytes from one slice that has arrived from another node to the next, and TOTAL
+# those to the sum that is normed. MESSAGE_NUMBER counts the messages between two ranks on different nodes, whose ROOT
+# is the descriptor of their connection. The word before ENCODE is free.
 HEADER = 0  # of two words
 CHUNK, ROOT, ITEMSIZE, ARITHMETIC = range(16, 48, 8)
 EXTENTS = 64
 OFFSETS = 128
-ADD, NORM, HIDDEN, GATHER_CHUNK, ENCODE, DECODE, NBYTES, PARTIAL, ADD_PARTIAL, ROUND = range(192, 272, 8)
+ADD, NORM, HIDDEN, _, ENCODE, DECODE, NBYTES, PARTIAL, ADD_PARTIAL, ROUND = range(192, 272, 8)
 SLOT, MESSAGE_NUMBER, TOTAL, ROOT_NODE, PARTIAL_BYTES = range(272, 312, 8)
 PARTS = 312  # offset and size of the part of each rank, node by node; behind the words of all plans. In an uneven
 # all_to_all they describe the parts that this rank sends to each rank

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from shotcast.hardware.nodes import folded
 from shotcast.units import align_up
-from shotcast.wire import DTYPES, FP8_BLOCK, MAX_SMS, MAX_WORLD_SIZE, REDUCIBLE, Norm, Op, slice_bytes
+from shotcast.wire import DTYPES, FP8_BLOCK, MAX_SMS, MAX_WORLD_SIZE, REDUCIBLE, Op, slice_bytes
 
 # Control block, in 64-bit words. Peers write only ABORT, HEADERS, CREDITS, MESSAGE_HEADERS and RECEIVES_BEGUN.
 TIMEOUT = 6  # deadline of a call, in ns
@@ -279,11 +279,3 @@ def fp8_slot_quads(nbytes: int, world_size: int, dtype: str) -> int:
     group_blocks = DTYPES[dtype]  # four of float32, two of 16-bit floats
     groups, rest = divmod(slice_quads, block * group_blocks)
     return groups * block + min(rest, block) + -(-(groups + (rest > 0)) * group_blocks // 4)
-
-
-def gathered_row_quads(norm: Norm, dtype: str) -> int:
-    """Return the quads of a normed row as it is sent to all ranks: the requested outputs and the row's scale."""
-    quads = norm.hidden * DTYPES[dtype] // QUAD if norm.keeps_normed else 0
-    if norm.quantize:
-        quads += -(-norm.hidden // QUAD) + (norm.quantize == "dynamic")
-    return quads
