@@ -38,6 +38,8 @@ def work() -> str:
     dist.init_process_group("shotcast")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", rank) if torch.cuda.device_count() >= ranks else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     torch.manual_seed(0)  # the same model on all ranks
     data = torch.tensor([LETTERS.index(letter) for letter in TEXT * 2], device=device)
     model = DistributedDataParallel(NextLetter().to(device), bucket_cap_mb=0.1)

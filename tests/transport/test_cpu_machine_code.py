@@ -20,7 +20,7 @@ CALLS = {
     "ring": ring.ALL_REDUCE,
     "broadcast": copies.BROADCAST,
     "recv": send_recv.RECV,
-    "fused": fused.REDUCE_SCATTER_ALL_GATHER,
+    "fused": fused.TWO_SHOT,
     "fp8": two_shot_fp8.ALL_REDUCE,
 }
 
