@@ -261,7 +261,7 @@ def timed(job: Job, graph: torch.cuda.CUDAGraph, calls: int, many: int) -> tuple
 
 
 def in_turns(
-    job: Job, contenders: Iterable[Contender], wanted: torch.Tensor, bound: torch.Tensor | float, facts: dict[str, Any]
+    job: Job, contenders: Iterable[Contender], wanted: torch.Tensor, bound: torch.Tensor, facts: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """Compare the results of contenders, then time them in turns. Returns a row of each; as one rank.
 
@@ -311,7 +311,7 @@ def measure(sizes: list[int], tokens: list[int]) -> list[dict[str, Any]]:
         normed = added * (added.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight.double()
         contenders = (one for peer in peers for one in peer.norms(parts[job.rank].bfloat16(), residual, weight))
         facts = {"op": "all_reduce_rms_norm", "tokens": count, "bytes": 2 * count * HIDDEN}
-        rows += in_turns(job, contenders, normed, 0.1, facts)
+        rows += in_turns(job, contenders, normed, normed.abs() * 2.0**-7 + 2.0**-6, facts)
     peers[0].comm.check()
     return rows
 

@@ -41,6 +41,8 @@ from shotcast.layers.batch import AttentionTiles, Batch, Logits
 _MEASURED_LAYERS = 8
 """The number of layers that a measurement computes, since all layers are alike."""
 _MEASURED_TOKENS = 512
+_SHARED_DECISION = 0.75
+"""Steps of more than this part of the tokens of a step that was measured take its form."""
 
 
 class PrefillOverlap:
@@ -136,8 +138,13 @@ class PrefillGraphs:
     def capture(self) -> None:
         """Decide on the forms of steps, and capture the graphs of all sizes. Call this before the first step, while
         memory holds only padding."""
+        decided = 0
         for size in reversed(self._sizes):
-            self._decide(size)
+            if decided and size >= LEAST_TOKENS[True] and size > decided * _SHARED_DECISION:
+                self._form[size] = self._form[decided]
+            else:
+                self._decide(size)
+                decided = size
         for size in reversed(self._sizes):
             self._graphs.get_or_capture(("prefill", size), partial(self._compute, size, self._form[size]))
         if self._state.model.parallel.last:
