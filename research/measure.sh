@@ -337,7 +337,7 @@ for part in "$@"; do
     tests_prefill_overlap) # prompts in halves: on one GPU too
         SHOTCAST_SHARE_GPUS=$(shared 2) tests 400 prefill_overlap tests/engine/test_prefill_overlap_cuda.py
         ;;
-    prefill_x[24]) # a prompt of 4K tokens by each form of a 70B-shaped model, beside NCCL
+    prefill_x[24]) # a prompt of 4K tokens of a 70B-shaped model, as a whole and in halves, beside NCCL
         script 590 "$part" research/prefill.py --world-size "$ranks" --json "$out/$part.json"
         ;;
     overlap_all_reduce_x[24] | overlap_all_gather_x[24] | overlap_all_to_all_x[24]) # balanced chains, with every peer

@@ -2,8 +2,8 @@
 
     python research/prefill.py --json benchmarks/data/h200/prefill_x2.json
 
-Weights are random, in the shape of ``--model``; all ranks load it once. Forms are those of the engine's ``overlap``
-(``engine/prefill_forms.py``), the one that ``auto`` takes, and the sequential and the plain form with NCCL's sums.
+Weights are random, in the shape of ``--model``; all ranks load it once. Forms are the whole step and the halves of the
+engine's ``overlap`` (``engine/prefill_forms.py``), the one that ``auto`` takes, and both with NCCL's sums.
 Before anything is timed, the logits after prompts are compared with those of the sequential form. Then the forms take
 turns. A time is from the step's plan on the host to the token on the host: the median of the rounds, of the slowest
 rank.
@@ -40,7 +40,7 @@ from shotcast.collectives import separate_norm
 from shotcast.collectives.norm_operands import norm_operands
 from shotcast.collectives.rank_device import gpu_of
 from shotcast.engine.model_runner import ModelRunner
-from shotcast.engine.prefill_forms import FORMS, HALVES, WHOLE
+from shotcast.engine.prefill_forms import BY_COPIES
 from shotcast.engine.sampling_params import SamplingParams
 from shotcast.engine.step_plan import ScheduledSequence, StepPlan
 from shotcast.layers.parallel import Parallel
@@ -48,13 +48,13 @@ from shotcast.layers.step_timer import DeviceStepTimer, HostStepTimer, StepTimer
 from shotcast.layers.weights import Weights
 from shotcast.models.causal_lm import CausalLM
 from shotcast.models.source import open_checkpoint
-from shotcast.overlap.policy import Decision
+from shotcast.overlap.policy import SEQUENTIAL, Decision
 
 BLOCK = 16
 CLOSE = 0.05
 """The largest ratio of norms, of a difference of logits to the logits, at which answers count as equal: rounding of
 products in bfloat16, through all layers."""
-AUTO, NCCL, NCCL_HALVES = "auto", "nccl", "nccl, plain"
+AUTO, NCCL, NCCL_HALVES = "auto", "nccl", "nccl, halves"
 NO_SUMS, NO_SUMS_HALVES = "without sums", "halves without sums"
 
 
@@ -62,11 +62,21 @@ class Silent(Parallel):
     """Ranks that leave out the sums of blocks: what remains is the computation."""
 
     def reduce_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, sms: int | None = None
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, copy_engines: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         norm, tensors = norm_operands("silent", x.device, x, residual, weight, eps, 1, False, (x, residual))
         separate_norm.norm_sum(x, tensors, norm, self.comm.topology.runs_grids)
         return x, residual
+
+
+class ByNccl(Parallel):
+    """Ranks whose blocks NCCL sums."""
+
+    def reduce_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, copy_engines: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        normed, residual = self.comm.all_reduce_rms_norm(x, residual, weight, eps, "vendor", out=(x, residual))
+        return normed, residual
 
 
 def joined(model: CausalLM, parallel: Parallel) -> CausalLM:
@@ -125,17 +135,17 @@ def measured(model_name: str, device: str, tokens: int, rounds: int) -> list[dic
         model = CausalLM(
             config, Weights(checkpoint, dtype, comm.device), Parallel(comm, timer=timer), tokens + BLOCK, 1
         )
-        by_nccl = joined(model, Parallel(comm, algorithm="vendor", timer=timer))
+        by_nccl = joined(model, ByNccl(comm, timer=timer))
         silent = joined(model, Silent(comm, timer=timer))
         makers: dict[str, Callable[[], Form]] = {
             form: lambda form=form: Form(model, tokens, form, stack)
-            for form in (*FORMS, AUTO)  # type: ignore[misc]
+            for form in (SEQUENTIAL, BY_COPIES, AUTO)  # type: ignore[misc]
         }
         if cuda and env.local_world_size() <= torch.cuda.device_count():  # NCCL takes no two ranks on a GPU
-            makers[NCCL] = lambda: Form(by_nccl, tokens, WHOLE.name, stack)
-            makers[NCCL_HALVES] = lambda: Form(by_nccl, tokens, HALVES.name, stack)
-        makers[NO_SUMS] = lambda: Form(silent, tokens, WHOLE.name, stack)
-        makers[NO_SUMS_HALVES] = lambda: Form(silent, tokens, HALVES.name, stack)
+            makers[NCCL] = lambda: Form(by_nccl, tokens, SEQUENTIAL, stack)
+            makers[NCCL_HALVES] = lambda: Form(by_nccl, tokens, BY_COPIES, stack)
+        makers[NO_SUMS] = lambda: Form(silent, tokens, SEQUENTIAL, stack)
+        makers[NO_SUMS_HALVES] = lambda: Form(silent, tokens, BY_COPIES, stack)
         draw = np.random.default_rng(1)
         prompts = [tuple(draw.integers(config.vocab, size=tokens).tolist()) for _ in range(3)]
         if comm.rank == 0:
@@ -147,7 +157,7 @@ def measured(model_name: str, device: str, tokens: int, rounds: int) -> list[dic
             errors[name] = max(
                 float((forms[name].logits(prompt) - right).norm() / right.norm())
                 for prompt in prompts[:2]
-                for right in [forms[WHOLE.name].logits(prompt)]
+                for right in [forms[SEQUENTIAL].logits(prompt)]
             )
             comm.check()
             if comm.rank == 0:
@@ -180,7 +190,7 @@ def times_ms(
 
 def rows(times: dict[str, float], errors: dict[str, float], decisions: dict[str, str]) -> list[dict[str, Any]]:
     """Return a row for each form, with what it leaves exposed and what it hides."""
-    alone, sequential = times[NO_SUMS], times[WHOLE.name]
+    alone, sequential = times[NO_SUMS], times[SEQUENTIAL]
     found = []
     for name, error in errors.items():
         row = {"form": name, "error": error, "decision": decisions[name], "ttft_ms": times.get(name)}
@@ -200,7 +210,7 @@ def markdown(result: dict[str, Any]) -> str:
         "| form | time to first token, ms | over sequential | exposed, ms | hidden |",
         "|---|---|---|---|---|",
     ]
-    whole = next(row["ttft_ms"] for row in result["rows"] if row["form"] == WHOLE.name)
+    whole = next(row["ttft_ms"] for row in result["rows"] if row["form"] == SEQUENTIAL)
     for row in result["rows"]:
         cells = ["wrong", "", "", ""]
         if row["ttft_ms"] is not None:

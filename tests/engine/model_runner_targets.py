@@ -29,11 +29,14 @@ from shotcast.layers.step_timer import DeviceStepTimer, HostStepTimer, StepTimer
 from shotcast.layers.weights import Weights
 from shotcast.models.causal_lm import CausalLM
 from shotcast.models.source import open_checkpoint
+from shotcast.overlap.policy import PLAIN, Decision
 
 BLOCK = 4
 LIMIT = 64
 TOKENS = 24
 """Tokens of a step at most."""
+MEASURED = 8
+"""Tokens of a step on dynamic memory that is measured in halves. Steps of half as many tokens are divided too."""
 
 
 def outputs_of(
@@ -56,7 +59,7 @@ def outputs_of(
     Args:
         static: numbers of tokens for which steps with prompts run on static memory; then all other steps do too. Empty:
             no step does.
-        overlap: as for the model runner; steps of 4 tokens or more are divided.
+        overlap: as for the model runner, or the name of a way, which serves all steps of 4 tokens or more.
         vocabulary: the tokens, for requests with grammars.
         proposer: the outputs, from which proposals are made, right or wrong by chance; or the folder of a draft model.
     """
@@ -78,7 +81,20 @@ def outputs_of(
             weights = Weights(drafting, torch.float32, comm.device)
             smaller = CausalLM(drafting.config, weights, Parallel(comm, timer=timer), LIMIT, sequences)
             draft = DraftModel(ModelRunner(smaller, *limits), checkpoint.config.vocab)
-        runner = ModelRunner(model, *limits, overlap=overlap, max_proposals=proposals, draft=draft)
+        decisions = {}
+        if overlap in (PLAIN, prefill_forms.BY_COPIES):
+            numbers = static or (MEASURED,)
+            decisions = {number: Decision(overlap, "chosen by a test", {}, {}, {}) for number in numbers}
+            overlap = "auto"
+        runner = ModelRunner(
+            model,
+            *limits,
+            overlap=overlap,
+            max_num_batched_tokens=MEASURED,
+            decisions=decisions,
+            max_proposals=proposals,
+            draft=draft,
+        )
         assert runner.lookahead >= lookahead
         assert runner.execute(StepPlan(-1, (), prepares=vocabulary)) is None
         eos = checkpoint.config.eos

@@ -13,6 +13,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+import torch.nn.functional as F  # noqa: N812
 
 import shotcast
 from shotcast.engine import prefill_forms
@@ -22,17 +23,18 @@ from shotcast.engine.requests import Request
 from shotcast.engine.sampling_params import SamplingParams
 from shotcast.engine.scheduler import Scheduler, SchedulerConfig
 from shotcast.engine.step_plan import ScheduledSequence, StepPlan
-from shotcast.layers.linear import products_by
+from shotcast.layers.linear import Linear
 from shotcast.layers.parallel import Parallel
 from shotcast.layers.step_timer import DeviceStepTimer, HostStepTimer
 from shotcast.layers.weights import Weights
 from shotcast.models.causal_lm import CausalLM
 from shotcast.models.source import open_checkpoint
 from shotcast.overlap.lanes import StreamLanes
-from shotcast.overlap.policy import Decision
-from shotcast.overlap.products import ShapedProduct
+from shotcast.overlap.policy import SEQUENTIAL, Decision
 
 BLOCK, SEQUENCES = 16, 4
+ROWS = 16
+"""Rows of a matmul of :func:`multiply_in_equal_parts`."""
 
 
 class OneThread:
@@ -75,11 +77,11 @@ class Rank:
 
     @contextlib.contextmanager
     def runner(self, overlap: str) -> Iterator[ModelRunner]:
-        """Make a runner; ``overlap`` may also be the name of a form, which serves steps of all sizes."""
+        """Make a runner; ``overlap`` may also be the name of a way, which serves steps of all sizes."""
         decisions = {}
-        if overlap in prefill_forms.FORMS:
+        if overlap in (SEQUENTIAL, prefill_forms.BY_COPIES):
             decisions = {size: Decision(overlap, "chosen by a test", {}, {}, {}) for size in self.sizes}
-            overlap = "on"
+            overlap = "auto"
         options = decode_capture_sizes(SEQUENCES), self.sizes, True, overlap, self.sizes[-1], decisions
         runner = ModelRunner(self.model, self.blocks, BLOCK, SEQUENCES, self.limit, 11, *options)
         try:
@@ -160,20 +162,24 @@ def logits(
     sizes: tuple[int, ...],
     ways: tuple[str, ...],
     steps: tuple[tuple[int, ...], ...],
-    own_products: bool,
 ) -> dict[str, list[torch.Tensor]]:
     """Return the logits of steps by each way, each step computed twice between others.
 
-    Args:
-        own_products: multiply by our kernel, whose results do not depend on the number of rows.
+    Results of matmuls do not depend on the number of rows.
     """
+    Linear._by_library = multiply_in_equal_parts  # type: ignore[method-assign,assignment]
     rank = Rank(folder, device, dtype, sizes, sizes[-1])
     found: dict[str, list[torch.Tensor]] = {}
     with rank.comm:
         for way in ways:
-            with products_by(ShapedProduct() if own_products else None), rank.runner(way) as runner:
+            with rank.runner(way) as runner:
                 found[way] = [rank.logits(runner, lengths) for lengths in (*steps, *steps)]
     return found
+
+
+def multiply_in_equal_parts(self: Linear, x: torch.Tensor) -> torch.Tensor:
+    """Multiply a few rows at a time by the library; the number of all rows is a multiple of theirs."""
+    return torch.cat([F.linear(rows, self.weight, self.bias) for rows in x.view(-1, ROWS, x.shape[1])])
 
 
 def killed(folder: str, sizes: tuple[int, ...], way: str, victim: int) -> tuple[str, tuple[int, ...], str, float]:

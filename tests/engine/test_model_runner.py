@@ -51,9 +51,11 @@ from shotcast.kernels.step_fields import FIELDS, TILE_FIELDS
 from shotcast.launcher.spawn import spawn
 from shotcast.layers.batch import Logits
 from shotcast.layers.step_timer import HostStepTimer
+from shotcast.overlap.policy import PLAIN, SEQUENTIAL
 
 VOCAB = 203
 SIZES = (5, 16, targets.TOKENS)
+NODES = {"SHOTCAST_RANKS_PER_NODE": "1"}
 """Numbers of tokens for which steps with prompts run on static memory."""
 BAD = 200
 """A token whose embedding is NaN."""
@@ -146,7 +148,7 @@ def test_halves_of_prompts_change_no_output(folder: Path) -> None:
     """One half of a step communicates while the other computes."""
     plain, none = run_overlapped(folder, "auto")
     assert none["divided"] == none["measured"] == 0, "ranks of one node have no network"
-    halves, counts = run_overlapped(folder, "on")
+    halves, counts = run_overlapped(folder, PLAIN, NODES)
     assert counts["divided"] > 10
     assert counts["later"] > 0
     assert outputs(halves) == outputs(plain)
@@ -159,7 +161,7 @@ def test_halves_of_prompts_change_no_output(folder: Path) -> None:
 def test_only_steps_with_prompts_are_divided() -> None:
     """Decode reads all weights for each half."""
     overlap = object.__new__(PrefillOverlap)
-    overlap._forms, overlap._size, overlap._least = SimpleNamespace(form=lambda size: HALVES), 64, 64
+    overlap._forms, overlap._size, overlap._least = SimpleNamespace(parts=lambda size: HALVES), 64, 64
 
     def step(*counts: int) -> InputBatch:
         tokens, rows = np.zeros(sum(counts), np.int32), np.zeros(len(counts), np.int32)
@@ -173,10 +175,9 @@ def test_only_steps_with_prompts_are_divided() -> None:
 
 @pytest.mark.full
 def test_overlap_is_measured_where_there_is_a_network(folder: Path) -> None:
-    nodes = {"SHOTCAST_RANKS_PER_NODE": "1"}
-    plain, none = run_overlapped(folder, "off", nodes)
+    plain, none = run_overlapped(folder, "off", NODES)
     assert none["divided"] == none["measured"] == 0
-    found, counts = run_overlapped(folder, "auto", nodes)
+    found, counts = run_overlapped(folder, "auto", NODES)
     assert counts["measured"] == 2
     assert outputs(found) == outputs(plain)
 
@@ -458,8 +459,7 @@ def test_constraints_hold_on_all_ranks_and_in_steps_planned_ahead(folder: Path, 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("overlap", ["plain", pytest.param("auto", marks=pytest.mark.full)])
-def test_halves_on_static_memory_change_no_output(folder: Path, overlap: str) -> None:
+def test_halves_on_static_memory_change_no_output(folder: Path) -> None:
     """Steps of all three sizes are divided: with padding, cut sequences and sequences that wait for their token."""
 
     def run(way: str) -> tuple[dict[str, list[EngineCoreOutput]], dict[str, int]]:
@@ -469,22 +469,22 @@ def test_halves_on_static_memory_change_no_output(folder: Path, overlap: str) ->
 
     whole, none = run("off")
     assert none["divided"] == none["measured"] == 0
-    halves, counts = run(overlap)
-    assert counts["measured"] == (2 * len(SIZES) if overlap == "auto" else 0)
-    assert overlap == "auto" or counts["divided"] == counts["prompts"] > 10
+    halves, counts = run(BY_COPIES)
+    assert counts["divided"] == counts["prompts"] > 10
     assert min(counts["padded prompts"], counts["mixed"], counts["pending mixed"], counts["later"]) > 0
     assert outputs(halves) == outputs(whole)
 
 
 @pytest.mark.full
-def test_shaped_halves_change_no_answer(folder: Path) -> None:
+def test_halves_on_a_second_stream_change_no_answer(folder: Path) -> None:
     """Sums go by copy engines, in the interpreter."""
-    prompts, ways = [list(range(30, 50)), [40, 41], list(range(60, 69))], ("off", BY_COPIES.name)
+    prompts, ways = [list(range(30, 50)), [40, 41], list(range(60, 69))], ("off", BY_COPIES, "auto")
     options = str(folder), "cpu", SIZES, targets.LIMIT, ways, prompts
     for found in interpret(prefill_overlap_targets.answers, 2, *options, env=GPU_COLLECTIVES):
         for first, again, _ in found.values():
             assert first == again == found["off"][0]
-        assert {decision.way for decision in found[BY_COPIES.name][2].values()} == {BY_COPIES.name}
+        assert {decision.way for decision in found[BY_COPIES][2].values()} == {BY_COPIES}
+        assert all(set(decision.median_us) == {SEQUENTIAL, BY_COPIES} for decision in found["auto"][2].values())
 
 
 @pytest.mark.parametrize("static", [False, True])

@@ -1,4 +1,4 @@
-"""The choice of forms of steps with prompts: which are compared, what is taken, and why."""
+"""The choice between whole steps with prompts and halves: when both are compared, what is taken, and why."""
 
 from __future__ import annotations
 
@@ -8,99 +8,86 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
 from shotcast.engine import prefill_forms
-from shotcast.engine.prefill_forms import BESIDE_OWN, BY_COPIES, FORMS, HALVES, WHOLE, PrefillForm, PrefillForms
-from shotcast.overlap.policy import Decision, Way
+from shotcast.engine.prefill_forms import BY_COPIES, HALVES, WHOLE, PrefillForms
+from shotcast.overlap.policy import PLAIN, SEQUENTIAL, Decision, Way
 
 SIZE = 1024
 
 
 class Comm:
-    """Ranks on GPUs whose sums of more than 512 tokens take the two-shot."""
+    """Ranks on GPUs, or ranks on CPUs of several nodes."""
 
-    device = SimpleNamespace(type="cuda")
-    able = "few_sms", "copy_engines"
+    served = "copy_engines", "vendor"
 
-    def candidates(self, x: Any, op: str, sms: int | None) -> list[str]:
-        return [name for name in (*self.able, "vendor") if name == "vendor" or (name == "few_sms") == bool(sms)]
+    def __init__(self, device: str, network: str):
+        self.device, self.topology = (
+            SimpleNamespace(type=device),
+            SimpleNamespace(network=SimpleNamespace(name=network)),
+        )
 
-    def explain(self, x: Any, op: str) -> Any:
-        return SimpleNamespace(algorithm="two_shot" if x.shape[0] > 512 else "one_shot")
+    def candidates(self, x: Any, op: str) -> tuple[str, ...]:
+        return self.served
 
 
 def forms_of(
     monkeypatch: pytest.MonkeyPatch,
-    overlap: str,
+    overlap: str = "auto",
     decisions: dict[int, Decision] | None = None,
-    ranks: int = 2,
-    dtype: torch.dtype = torch.bfloat16,
+    static: bool = True,
     **others: Any,
 ) -> PrefillForms:
     monkeypatch.setattr(prefill_forms, "lanes_of", mock.Mock())
     monkeypatch.setattr(prefill_forms, "_share_gpus", lambda comm: False)
-    monkeypatch.setattr(PrefillForms, "_message", lambda self, tokens: torch.empty(tokens, 1))
-    parallel = SimpleNamespace(comm=Comm(), size=ranks, stages=1, algorithm="auto")
-    for name, value in others.items():
-        setattr(parallel, name, value)
-    block = SimpleNamespace(qkv=SimpleNamespace(takes_float8=lambda rows: False))
-    model: Any = SimpleNamespace(
-        parallel=parallel, dtype=dtype, blocks=[block], overlap_unsupported_reason=others.get("unsupported_reason", "")
-    )
-    return PrefillForms(model, overlap, {} if decisions is None else decisions)
+    monkeypatch.setattr(PrefillForms, "_half", lambda self, size: None)
+    reason = others.pop("unsupported_reason", "")
+    comm = Comm("cuda" if static else "cpu", others.pop("network", "tcp"))
+    parallel = SimpleNamespace(**{"comm": comm, "size": 2, "stages": 1, "algorithm": "auto"} | others)
+    model: Any = SimpleNamespace(parallel=parallel, overlap_unsupported_reason=reason)
+    return PrefillForms(model, overlap, {} if decisions is None else decisions, static)
 
 
-def measured(monkeypatch: pytest.MonkeyPatch, forms: PrefillForms, fastest: str) -> list[str]:
-    """Let a form be the fastest of those that are compared. Return the compared ones, in their order."""
+def measured(monkeypatch: pytest.MonkeyPatch, forms: PrefillForms, fastest: int) -> list[str]:
+    """Let a number of parts be the faster one. Return the compared ways, in their order."""
     asked: list[str] = []
 
     def measure(comm: Any, ways: Sequence[Way], rounds: int = 5) -> dict[str, float]:
         asked.extend(way.name for way in ways)
-        assert [way.run() for way in ways] == asked
-        return {name: 50.0 if name == fastest else 100.0 for name in asked}
+        return {way.name: 50.0 if way.run() == fastest else 100.0 for way in ways}
 
-    def run_of(form: PrefillForm) -> Callable[[], str]:
-        return lambda: form.name
+    def run_of(parts: int) -> Callable[[], int]:
+        return lambda: parts
 
-    monkeypatch.setattr(prefill_forms, "measure", measure)
     monkeypatch.setattr("shotcast.overlap.policy.measure", measure)
     monkeypatch.setattr("shotcast.overlap.policy._predictions", lambda comm, ways: {})
+    monkeypatch.setattr("shotcast.overlap.policy._reason_against_overlap", lambda comm: "")
     assert forms.undecided(SIZE)
     forms.decide(SIZE, run_of)
     assert not forms.undecided(SIZE)
     return asked
 
 
-@pytest.mark.parametrize("fastest", FORMS)
-def test_auto_takes_the_fastest_form_and_says_why(monkeypatch: pytest.MonkeyPatch, fastest: str) -> None:
-    forms = forms_of(monkeypatch, "auto")
-    assert measured(monkeypatch, forms, fastest) == list(FORMS)
-    assert forms.form(SIZE) == FORMS[fastest]
-    why = forms.decisions[SIZE].why
-    assert ("no overlap pays" in why) == (fastest == WHOLE.name)
-    assert "the sum of a half takes one_shot, that of the whole two_shot" in why
-
-
-@pytest.mark.parametrize(
-    ("overlap", "compared"),
-    [("on", [HALVES, BY_COPIES, BESIDE_OWN]), ("shaped", [BY_COPIES, BESIDE_OWN])],
-)
-def test_named_forms_are_compared_without_the_sequential_one(
-    monkeypatch: pytest.MonkeyPatch, overlap: str, compared: list[PrefillForm]
+@pytest.mark.parametrize(("static", "halves"), [(True, BY_COPIES), (False, PLAIN)])
+@pytest.mark.parametrize("fastest", [WHOLE, HALVES])
+def test_the_faster_one_is_taken_and_the_decision_says_why(
+    monkeypatch: pytest.MonkeyPatch, fastest: int, static: bool, halves: str
 ) -> None:
-    forms = forms_of(monkeypatch, overlap)
-    assert measured(monkeypatch, forms, BESIDE_OWN.name) == [form.name for form in compared]
-    assert forms.form(SIZE) == BESIDE_OWN
+    forms = forms_of(monkeypatch, static=static)
+    assert measured(monkeypatch, forms, fastest) == [SEQUENTIAL, halves]
+    assert forms.parts(SIZE) == fastest
+    decision = forms.decisions[SIZE]
+    assert decision.way == (halves if fastest == HALVES else SEQUENTIAL)
+    assert ("no overlap pays" in decision.why) == (fastest == WHOLE)
 
 
 def test_what_is_decided_is_not_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine measures with one runner and computes with another, on all sizes alike."""
     decisions: dict[int, Decision] = {}
-    measured(monkeypatch, forms_of(monkeypatch, "auto", decisions), HALVES.name)
-    again = forms_of(monkeypatch, "auto", decisions)
+    measured(monkeypatch, forms_of(monkeypatch, decisions=decisions), HALVES)
+    again = forms_of(monkeypatch, decisions=decisions)
     assert not again.undecided(SIZE)
-    assert again.form(SIZE) == HALVES
+    assert again.parts(SIZE) == HALVES
     assert again.undecided(2 * SIZE)
 
 
@@ -109,8 +96,10 @@ def test_what_is_decided_is_not_measured_again(monkeypatch: pytest.MonkeyPatch) 
     [
         ("off", {}, "overlap is off"),
         ("auto", {"size": 1}, "one stage of several ranks"),
-        ("on", {"stages": 2}, "one stage of several ranks"),
-        ("plain", {"unsupported_reason": "the family has other norms"}, "other norms"),
+        ("auto", {"stages": 2}, "one stage of several ranks"),
+        ("auto", {"unsupported_reason": "the family has other norms"}, "other norms"),
+        ("auto", {"algorithm": "vendor"}, "algorithm vendor was named"),
+        ("auto", {"static": False, "network": ""}, "wait for no network"),
     ],
 )
 def test_steps_that_are_never_divided(
@@ -118,49 +107,31 @@ def test_steps_that_are_never_divided(
 ) -> None:
     forms = forms_of(monkeypatch, overlap, **others)
     assert not forms.undecided(SIZE)
-    assert forms.form(SIZE) == WHOLE
+    assert forms.parts(SIZE) == WHOLE
     assert why in forms.decisions[SIZE].why
     assert forms.controller is None
 
 
-def test_short_steps_and_the_plain_form_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    forms = forms_of(monkeypatch, "plain")
-    assert not forms.undecided(SIZE)
-    assert not forms.undecided(511)
-    assert (forms.form(SIZE), forms.form(511), forms.form(512)) == (HALVES, WHOLE, WHOLE)
-    assert "fewer than 512 tokens" in forms.decisions[511].why
+@pytest.mark.parametrize(("static", "least"), [(True, 512), (False, 64)])
+def test_short_steps_are_not_measured(monkeypatch: pytest.MonkeyPatch, static: bool, least: int) -> None:
+    forms = forms_of(monkeypatch, static=static)
+    assert not forms.undecided(least - 1)
+    assert forms.parts(least - 1) == WHOLE
+    assert f"fewer than {least} tokens" in forms.decisions[least - 1].why
+    assert forms.undecided(least)
 
 
 def test_ranks_that_take_turns_on_a_gpu_measure_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    forms, named = forms_of(monkeypatch, "auto"), forms_of(monkeypatch, "on")
+    forms = forms_of(monkeypatch)
     monkeypatch.setattr(prefill_forms, "_share_gpus", lambda comm: True)
     assert not forms.undecided(SIZE)
     assert "take turns" in forms.decisions[SIZE].why
-    assert named.undecided(SIZE)
 
 
-@pytest.mark.parametrize(
-    ("options", "compared", "left_out"),
-    [
-        ({"dtype": torch.float32}, [WHOLE, HALVES, BY_COPIES], {BESIDE_OWN.name: "16 bits"}),
-        ({"algorithm": "vendor"}, [WHOLE, HALVES], {BY_COPIES.name: "vendor was named"}),
-        ({"able": ["few_sms"]}, [WHOLE, HALVES, BESIDE_OWN], {BY_COPIES.name: "copy_engines does not serve"}),
-        ({"able": ["copy_engines"]}, [WHOLE, HALVES, BY_COPIES], {BESIDE_OWN.name: "few_sms does not serve"}),
-    ],
-)
-def test_forms_that_cannot_serve_are_left_out(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], compared: list[PrefillForm], left_out: dict[str, str]
-) -> None:
-    monkeypatch.setattr(Comm, "able", options.pop("able", Comm.able))
-    forms = forms_of(monkeypatch, "auto", **options)
-    assert measured(monkeypatch, forms, WHOLE.name) == [form.name for form in compared]
-    for name, why in left_out.items():
-        assert why in forms.decisions[SIZE].left_out[name]
-
-
-def test_shaped_falls_back_where_neither_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Comm, "able", ())
-    forms = forms_of(monkeypatch, "shaped")
-    assert measured(monkeypatch, forms, HALVES.name) == []
-    assert forms.form(SIZE) == WHOLE
-    assert "no form takes few SMs" in forms.decisions[SIZE].why
+def test_steps_whose_sums_copy_engines_do_not_serve_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Comm, "served", ("vendor",))
+    forms = forms_of(monkeypatch)
+    assert not forms.undecided(SIZE)
+    assert forms.parts(SIZE) == WHOLE
+    assert "copy engines do not serve" in forms.decisions[SIZE].why
+    assert forms_of(monkeypatch, static=False).undecided(SIZE), "threads need no copy engines"

@@ -13,8 +13,9 @@ import torch
 import transformers
 
 from shotcast.collectives.rank_device import enough_gpus
-from shotcast.engine.prefill_forms import BESIDE_OWN, BY_COPIES, HALVES, WHOLE
+from shotcast.engine.prefill_forms import BY_COPIES
 from shotcast.launcher.spawn import spawn
+from shotcast.overlap.policy import SEQUENTIAL
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,7 +51,7 @@ def test_answers_are_those_of_whole_steps(folder: str) -> None:
     draw = torch.Generator().manual_seed(3)
     lengths = 700, 20, 1000, 512, 900, 1
     prompts = [torch.randint(50, 490, (length,), generator=draw).tolist() for length in lengths]
-    ways = ("off", "plain", "on", BY_COPIES.name, "auto")
+    ways = ("off", BY_COPIES, "auto")
     ranks = spawn(targets.answers, 2, folder, "cuda", SIZES, 1024, ways, prompts, timeout_s=380)
     assert ranks[0] == ranks[1]
     expected = ranks[0]["off"][0]
@@ -58,26 +59,22 @@ def test_answers_are_those_of_whole_steps(folder: str) -> None:
     for way, (first, again, decisions) in ranks[0].items():
         assert first == again == expected, way
         print(way, {size: str(decision) for size, decision in decisions.items()})
-    for decision in ranks[0]["on"][2].values():
-        assert set(decision.median_us) == {HALVES.name, BY_COPIES.name}
     for decision in ranks[0]["auto"][2].values():
         shared = torch.cuda.device_count() < 2
-        assert set(decision.median_us) == (set() if shared else {WHOLE.name, HALVES.name, BY_COPIES.name})
+        assert set(decision.median_us) == (set() if shared else {SEQUENTIAL, BY_COPIES})
         assert ("take turns" in decision.why) == shared
 
 
 def test_bits_do_not_depend_on_halves_where_those_of_products_do_not(folder: str) -> None:
-    """Sums over ranks, norms and attention are equal to the bit; so is all, with products of our own."""
-    ways = tuple(form.name for form in (WHOLE, HALVES, BY_COPIES, BESIDE_OWN))
-    for found in spawn(targets.logits, 2, folder, "cuda", torch.bfloat16, SIZES, ways, STEPS, True, timeout_s=380):
-        for way in ways:
-            for number, (got, expected) in enumerate(zip(found[way], found[WHOLE.name], strict=True)):
-                assert torch.equal(got, expected), (way, number)
+    """Sums over ranks, norms and attention are equal to the bit; so is all, with matmuls of equally many rows."""
+    ways = SEQUENTIAL, BY_COPIES
+    for found in spawn(targets.logits, 2, folder, "cuda", torch.bfloat16, SIZES, ways, STEPS, timeout_s=380):
+        for number, (got, expected) in enumerate(zip(found[BY_COPIES], found[SEQUENTIAL], strict=True)):
+            assert torch.equal(got, expected), number
 
 
-@pytest.mark.parametrize("way", [HALVES.name, BY_COPIES.name])
-def test_a_killed_rank_is_named(folder: str, way: str) -> None:
-    outcomes = spawn(targets.killed, 2, folder, SIZES[:1], way, 1, timeout_s=200, return_exceptions=True)
+def test_a_killed_rank_is_named(folder: str) -> None:
+    outcomes = spawn(targets.killed, 2, folder, SIZES[:1], BY_COPIES, 1, timeout_s=200, return_exceptions=True)
     name, missing, reason, took = outcomes[0]
     assert (name, missing, reason) == ("CollectiveTimeout", (1,), "dead")
     assert took < 20

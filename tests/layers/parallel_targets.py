@@ -29,8 +29,8 @@ def norms(algorithm: str) -> tuple[bool, float]:
         return True, float((off / allowed).max())
 
 
-def norms_on_sms() -> list[bool]:
-    """Return whether sums that keep to a number of SMs, and their norms, have the bits of the fused operation."""
+def norms_after_copy_engines() -> list[bool]:
+    """Return whether sums of copy engines, and their norms, have the bits of the fused operation."""
     equal = []
     with shotcast.Communicator(device="cpu") as comm:
         parallel = Parallel(comm)
@@ -41,9 +41,11 @@ def norms_on_sms() -> list[bool]:
             residual = torch.randn(9, 64, generator=generator).to(dtype)
             operands = torch.rand(64, generator=generator).to(dtype), 1e-5
             wanted = parallel.reduce_norm(x.clone(), residual.clone(), *operands)
-            found = parallel.reduce_norm(x.clone(), residual.clone(), *operands, sms=4)
+            found = parallel.reduce_norm(x.clone(), residual.clone(), *operands, copy_engines=True)
             equal += [torch.equal(*pair) for pair in zip(found, wanted, strict=True)]
         (values, scale), new = parallel.reduce_norm_float8(x.clone(), residual.clone(), *operands)
-        (own, own_scale), own_new = parallel.reduce_norm_float8(x.clone(), residual.clone(), *operands, sms=4)
+        (own, own_scale), own_new = parallel.reduce_norm_float8(
+            x.clone(), residual.clone(), *operands, copy_engines=True
+        )
         equal += [torch.equal(own.view(torch.uint8), values.view(torch.uint8)), torch.equal(own_scale, scale)]
         return [*equal, torch.equal(own_new, new)]

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from parallel_targets import norms, norms_on_sms
+from parallel_targets import norms, norms_after_copy_engines
 
 import shotcast
 from quick_interpreter import GPU_COLLECTIVES, interpret
@@ -24,10 +24,10 @@ def test_the_same_norm(ranks: int, algorithm: str, quantized: bool) -> None:
 
 
 @pytest.mark.full
-def test_sums_on_a_number_of_sms_keep_the_bits_of_the_norm() -> None:
-    """The norm is a kernel of its own then; compiled CPU ranks take no notice of SMs."""
+def test_sums_of_copy_engines_keep_the_bits_of_the_norm() -> None:
+    """The norm is a kernel of its own then; compiled CPU ranks have no copy engines."""
     for env in ({}, GPU_COLLECTIVES):
-        for equal in interpret(norms_on_sms, 2, env=env):
+        for equal in interpret(norms_after_copy_engines, 2, env=env):
             assert equal == [True] * 7
 
 

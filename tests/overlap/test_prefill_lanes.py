@@ -12,7 +12,6 @@ from emulated_streams import EmulatedStreams
 from test_controller import Rank, Waits
 
 from shotcast.layers.batch import Batch
-from shotcast.layers.shaping import Shaping
 from shotcast.models.causal_lm import CausalLM
 from shotcast.overlap.controller import Controller
 from shotcast.overlap.lanes import StreamLanes
@@ -27,16 +26,14 @@ class Kernels:
     Outputs are NaN until their kernel has run. As in the model, the norm is written where the partial sums were.
     """
 
-    def __init__(self, enqueue: Callable[[Callable[[], Any]], Any], sms: list[int | None]):
-        self._enqueue, self._sms = enqueue, sms
+    def __init__(self, enqueue: Callable[[Callable[[], Any]], Any], by_copies: list[bool]):
+        self._enqueue, self._by_copies = enqueue, by_copies
         self.caches = [torch.full((PARTS,), NAN, dtype=torch.float64) for _ in range(LAYERS)]
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         return self._compute(lambda: tokens + 1)
 
-    def attend(
-        self, normed: torch.Tensor, cache: torch.Tensor, batch: Batch, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def attend(self, normed: torch.Tensor, cache: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Write this part to the cache, and read what the parts up to this one have written there."""
         part = int(batch.positions[0])
 
@@ -44,13 +41,13 @@ class Kernels:
             cache[part] = normed[0]
             return cache[: part + 1].sum()[None] * 3
 
-        return self._compute(values, out)
+        return self._compute(values)
 
-    def feed_forward(self, normed: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        return self._compute(lambda: normed * 5 + 1, out)
+    def feed_forward(self, normed: torch.Tensor) -> torch.Tensor:
+        return self._compute(lambda: normed * 5 + 1)
 
     def reduce(self, x: torch.Tensor, residual: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        self._sms.append(others[-1])
+        self._by_copies.append(others[-1])
 
         def values() -> None:
             residual.add_(2 * x)
@@ -59,9 +56,8 @@ class Kernels:
         self._enqueue(values)
         return x, residual
 
-    def _compute(self, values: Callable[[], torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
-        if out is None:
-            out = torch.full((1,), NAN, dtype=torch.float64)
+    def _compute(self, values: Callable[[], torch.Tensor]) -> torch.Tensor:
+        out = torch.full((1,), NAN, dtype=torch.float64)
         self._enqueue(lambda: out.copy_(values()))
         return out
 
@@ -95,11 +91,8 @@ def expected() -> list[float]:
     return values
 
 
-def on_streams(order: tuple[int, int], left_out: int | None, given: bool) -> tuple[bool, int]:
-    """Run the step in halves; return whether its results are right, and the number of waits.
-
-    With ``given``, the sums of a part have one memory in all layers.
-    """
+def on_streams(order: tuple[int, int], left_out: int | None) -> tuple[bool, int]:
+    """Run the step in halves; return whether its results are right, and the number of waits."""
     streams = EmulatedStreams()
     lanes = StreamLanes(Rank("cpu"), streams=streams)  # type: ignore[arg-type]
     waits = Waits(lanes, left_out)
@@ -109,33 +102,28 @@ def on_streams(order: tuple[int, int], left_out: int | None, given: bool) -> tup
     for batch in batches:
         batch.tokens.fill_(NAN)
     streams.enqueue(lambda: [batch.tokens.copy_(one) for batch, one in zip(batches, wanted, strict=True)])
-    sums = list(torch.full((PARTS, 1), NAN, dtype=torch.float64)) if given else []
-    controller = Controller(lanes)
-    found = kernels.model().hidden_of_parts(batches, kernels.caches, controller, sums=sums)  # type: ignore[arg-type]
-    for one, memory in zip(found, sums, strict=False):
-        assert one is memory
+    found = kernels.model().hidden_of_parts(batches, kernels.caches, Controller(lanes))  # type: ignore[arg-type]
     seen: list[float] = []
     streams.enqueue(lambda: seen.extend(float(one) for one in found))
     streams.run(order)
     return seen == expected(), waits.made
 
 
-@pytest.mark.parametrize("given", [False, True])
-def test_every_wait_of_a_step_in_halves_is_needed(given: bool) -> None:
+def test_every_wait_of_a_step_in_halves_is_needed() -> None:
     orders = ((0, 1), (1, 0))
     for order in orders:
-        right, made = on_streams(order, None, given)
+        right, made = on_streams(order, None)
         assert right
     sums = PARTS * (2 * LAYERS + 1)
     assert made == sums + (sums - PARTS) + 1  # for what is summed, for the sums, and for the last of them
     for left_out in range(made):
-        assert not all(on_streams(order, left_out, given)[0] for order in orders), f"wait {left_out} is not needed"
+        assert not all(on_streams(order, left_out)[0] for order in orders), f"wait {left_out} is not needed"
 
 
-@pytest.mark.parametrize("sms", [None, 0, 24])
-def test_all_sums_keep_to_the_same_sms(sms: int | None) -> None:
-    streams, asked = EmulatedStreams(), list[int | None]()
+@pytest.mark.parametrize("copy_engines", [False, True])
+def test_all_sums_go_the_same_way(copy_engines: bool) -> None:
+    streams, asked = EmulatedStreams(), list[bool]()
     kernels = Kernels(streams.enqueue, asked)
     controller = Controller(StreamLanes(Rank("cpu"), streams=streams))  # type: ignore[arg-type]
-    kernels.model().hidden_of_parts(kernels.batches(), kernels.caches, controller, Shaping(sms))  # type: ignore[arg-type]
-    assert asked == [sms] * (PARTS * (2 * LAYERS + 1))
+    kernels.model().hidden_of_parts(kernels.batches(), kernels.caches, controller, copy_engines)  # type: ignore[arg-type]
+    assert asked == [copy_engines] * (PARTS * (2 * LAYERS + 1))

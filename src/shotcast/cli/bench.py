@@ -233,9 +233,7 @@ def _engine_command(
     device: DeviceOption = Device.AUTO,
     dtype: EngineDtype = "",
     quantization: Annotated[str, typer.Option(help="fp8, as for shotcast generate.")] = "",
-    overlap: Annotated[
-        str, typer.Option(help="Ways of long prompts, as for shotcast generate: auto, on, plain, ..., off.")
-    ] = "auto",
+    overlap: Annotated[str, typer.Option(help="Ways of long prompts, as for shotcast generate: auto, off.")] = "auto",
     speculative_config: Annotated[
         str, typer.Option(help="Also time speculative decoding, as for shotcast generate.")
     ] = "",

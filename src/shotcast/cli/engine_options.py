@@ -86,9 +86,7 @@ def sums(
     ] = "auto",
     overlap: Annotated[
         str,
-        typer.Option(
-            help="Communicate under the other half of long prompts: auto, on, plain, shaped (on GPUs) or off."
-        ),
+        typer.Option(help="Communicate under the other half of long prompts: auto or off."),
     ] = "auto",
 ) -> dict[str, Any]:
     """Return the options for an engine's sums between ranks."""

@@ -70,7 +70,7 @@ def algorithm_names() -> tuple[str, ...]:
     return ("auto", *(name for name, algorithm in known if not algorithm.lossy and not algorithm.multicast))
 
 
-OVERLAP = ("auto", "on", "plain", "shaped", "off")
+OVERLAP = ("auto", "off")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +110,8 @@ class EngineConfig:
         prefix_caching: keep the keys and values of finished requests while there is room, for prompts with the same
             prefix.
         overlap: compute the halves of long prompts in turn, so that one communicates while the other computes: ``auto``
-            if a measurement at startup finds a gain, on GPUs and on CPU ranks of several nodes; ``on`` for the fastest
-            variant with halves; ``plain`` for two streams or threads and nothing else; ``shaped`` on GPUs, with sums on
-            few SMs or none; or ``off``. Products with other numbers of rows may round differently.
+            if a measurement at startup finds a gain, on GPUs of one node and on CPU ranks of several; or ``off``.
+            Products with other numbers of rows may round differently.
         algorithm: the algorithm of the all-reduces, as in :meth:`Communicator.all_reduce`; ``ring`` is not fused with
             norms.
         timeout_s: how long a rank waits for another in a collective; a stage waits ten times as long for another.
@@ -196,8 +195,6 @@ class EngineConfig:
                 raise ConfigError(f"{name} {value} works on CUDA with {types}, not on {self.device}{dtype}")
         if self.overlap not in OVERLAP:
             raise ConfigError(f"overlap must be one of {', '.join(OVERLAP)}, not {self.overlap!r}")
-        if self.overlap == "shaped" and self.device == "cpu":
-            raise ConfigError("overlap shaped is about SMs of GPUs; on CPU ranks it is auto, on, plain or off")
         known = algorithm_names()
         if self.algorithm not in known:
             raise ConfigError(f"algorithm must be one of {', '.join(known)}, not {self.algorithm!r}")

@@ -33,7 +33,7 @@ from shotcast.engine.input_batch import (
     part_bounds,
     prefill_layout,
 )
-from shotcast.engine.prefill_forms import HALVES, LEAST_TOKENS, WHOLE, PrefillForm, PrefillForms
+from shotcast.engine.prefill_forms import HALVES, LEAST_TOKENS, WHOLE, PrefillForms
 from shotcast.engine.transfer import pinned_empty
 from shotcast.kernels.step_fields import TILE_FIELDS
 from shotcast.layers.batch import AttentionTiles, Batch, Logits
@@ -54,12 +54,11 @@ class PrefillOverlap:
 
     def __init__(self, state: DeviceState, forms: PrefillForms, tables: Int32Array, max_num_batched_tokens: int):
         self._state, self._forms, self._tables = state, forms, tables
-        least = LEAST_TOKENS[False]
         # the tables may end beyond the last position that the model knows, within a block of it
         positions_known = (tables.shape[1] - 1) * state.block_size
-        measured = min(_MEASURED_TOKENS, positions_known, max_num_batched_tokens)
-        self._size = measured if forms.overlap == "auto" else least
-        self._least = max(least, self._size // 2)  # what was measured says little of much shorter steps
+        self._size = min(_MEASURED_TOKENS, positions_known, max_num_batched_tokens)
+        # what was measured says little of much shorter steps
+        self._least = max(LEAST_TOKENS[False], self._size // 2)
 
     def measure(self, batch_of: Callable[[InputBatch], Batch]) -> None:
         """Decide by measuring a step of one prompt. Collective; call this while the cache is empty."""
@@ -69,11 +68,11 @@ class PrefillOverlap:
         positions = np.arange(size, dtype=np.int32)
         row = np.zeros(1, np.int32)
 
-        def run_of(form: PrefillForm) -> Callable[[], Any]:
+        def run_of(parts: int) -> Callable[[], Any]:
             slots = cache_slots(self._tables, np.repeat(row, size), positions, state.block_size)
             count = np.array([size], np.int32)
             step = InputBatch(np.zeros(size, np.int32), positions, slots, row, row, count, row, row + 1)
-            if form.parts == 1:
+            if parts == WHOLE:
                 return partial(state.model, batch_of(step), state.caches)
             return partial(self.run, [batch_of(half) for half in step.halves()])
 
@@ -81,7 +80,7 @@ class PrefillOverlap:
 
     def serves(self, step: InputBatch) -> bool:
         """Return whether the step is computed in halves."""
-        if self._forms.form(self._size).parts == 1 or len(step.tokens) < self._least:
+        if self._forms.parts(self._size) == WHOLE or len(step.tokens) < self._least:
             return False
         return not step.decodes.all()  # a step of decode alone reads all weights for each half
 
@@ -110,7 +109,7 @@ class PrefillGraphs:
         forms: PrefillForms,
     ):
         self._state, self._sizes, self._head_sizes, self._graphs = state, sizes, head_sizes, graphs
-        self._forms, self._form = forms, dict.fromkeys(sizes, WHOLE)
+        self._forms, self._parts = forms, dict.fromkeys(sizes, WHOLE)
         model, device, sampled = state.model, state.device, head_sizes[-1]
         # Halves have tiles of the same length as the whole, so that queries are computed alike.
         self._tile_tokens = {size: model.max_tile_tokens(size) for size in sizes}
@@ -121,7 +120,7 @@ class PrefillGraphs:
                 [max_tiles(stop - first, sampled, tile_tokens) for first, stop in part_bounds(size, parts)],
             )
             for size, tile_tokens in self._tile_tokens.items()
-            for parts in (WHOLE.parts, HALVES.parts)
+            for parts in (WHOLE, HALVES)
         }
         # a smaller size may have smaller tiles, and so more of them
         words = max(layout.block_updates.start for layout in self._layouts.values()) + 2 * state.block_tables.numel()
@@ -133,10 +132,9 @@ class PrefillGraphs:
         self._rows = torch.zeros(sampled, dtype=torch.int64, device=device)
         self._last_hidden = torch.zeros(sampled, model.config.hidden, dtype=model.dtype, device=device)
         self._results: dict[int, Logits] = {}
-        self._sums: torch.Tensor | None = None
 
     def capture(self) -> None:
-        """Decide on the forms of steps, and capture the graphs of all sizes. Call this before the first step, while
+        """Decide which steps are divided, and capture the graphs of all sizes. Call this before the first step, while
         memory holds only padding."""
         decided = 0
         for size in reversed(self._sizes):
@@ -146,7 +144,7 @@ class PrefillGraphs:
                 self._decide(size)
                 decided = size
         for size in reversed(self._sizes):
-            self._graphs.get_or_capture(("prefill", size), partial(self._compute, size, self._form[size]))
+            self._graphs.get_or_capture(("prefill", size), partial(self._compute, size, self._parts[size]))
         if self._state.model.parallel.last:
             for size in reversed(self._head_sizes):
                 self._graphs.get_or_capture(("head", size), partial(self._compute_head, size))
@@ -164,7 +162,7 @@ class PrefillGraphs:
             block_updates: [updates, 2], entries of the block tables that change before the step: index and block.
         """
         size = self._sizes[bisect.bisect_left(self._sizes, len(batch.tokens))]
-        host = self._pack(batch, block_updates, size, self._form[size])
+        host = self._pack(batch, block_updates, size, self._parts[size])
         replay = self._graphs.get(("prefill", size))
         self._packed[: host.numel()].copy_(host, non_blocking=True)
         replay()
@@ -175,19 +173,19 @@ class PrefillGraphs:
         self._graphs.get(("head", head_size))()
         return self._results[head_size].rows(slice(0, count))
 
-    def _pack(self, batch: InputBatch, block_updates: Int32Array, size: int, form: PrefillForm) -> torch.Tensor:
-        """Pack a step of at most ``size`` tokens into host memory for a form."""
-        layout = self._layouts[size, form.parts]
+    def _pack(self, batch: InputBatch, block_updates: Int32Array, size: int, parts: int) -> torch.Tensor:
+        """Pack a step of at most ``size`` tokens into host memory."""
+        layout = self._layouts[size, parts]
         host = pinned_empty([layout.block_updates.start + block_updates.size], torch.int32, self._packed.device)
         spare = self._state.spare_row, self._state.spare_slot
         pack_prefill(batch, block_updates, self._tile_tokens[size], *spare, layout, host.numpy())
         return host
 
-    def _compute(self, size: int, form: PrefillForm, layers: int | None = None) -> None:
+    def _compute(self, size: int, parts: int, layers: int | None = None) -> None:
         """Compute the packed step up to the head; ``layers`` limits the number of layers."""
         from shotcast.kernels.triton.step_inputs import PackedPrompts, unpack_prompts
 
-        state, packed, layout = self._state, self._packed, self._layouts[size, form.parts]
+        state, packed, layout = self._state, self._packed, self._layouts[size, parts]
         tokens, positions, slots = self._tokens[:size], self._positions[:size], self._cache_slots[:size]
         model = state.model if layers is None else state.model.shortened(layers)
         caches = state.caches[:layers]
@@ -198,43 +196,32 @@ class PrefillGraphs:
             unpack_prompts(prompts, state.last_tokens, state.block_tables, tokens, positions, slots, self._rows)
             no_rows = self._rows[:0]
             batches = []
-            for (first, stop), where in zip(part_bounds(size, form.parts), layout.tiles, strict=True):
+            for (first, stop), where in zip(part_bounds(size, parts), layout.tiles, strict=True):
                 tiles = AttentionTiles(packed[where].view(-1, TILE_FIELDS), self._tile_tokens[size])
                 part = tokens[first:stop], positions[first:stop], slots[first:stop]
                 batches.append(Batch(*part, 0, no_rows, no_rows.int(), None, tiles, state.block_tables, None))
             hidden: torch.Tensor | None
-            if form.parts == 1:
+            if parts == WHOLE:
                 hidden = model.hidden(batches[0], caches)
             else:
                 assert self._forms.controller is not None
-                sums = self._parts_of_sums(size, form.parts) if form.shaping.sms else ()
-                hidden = torch.cat(model.hidden_of_parts(batches, caches, self._forms.controller, form.shaping, sums))
+                hidden = torch.cat(model.hidden_of_parts(batches, caches, self._forms.controller, copy_engines=True))
             if hidden is not None:
                 torch.index_select(hidden, 0, packed[layout.logits_indices], out=self._last_hidden)
 
-    def _parts_of_sums(self, size: int, parts: int) -> list[torch.Tensor]:
-        """Return memory that the ranks map for the sums of each part, [tokens, hidden], where few SMs suffice for sums.
-
-        It is allocated when a step is first computed, before the capture, which could not allocate it.
-        """
-        model = self._state.model
-        if self._sums is None:
-            self._sums = model.parallel.comm.empty(self._sizes[-1], model.config.hidden, dtype=model.dtype)
-        return [self._sums[first:stop] for first, stop in part_bounds(size, parts)]
-
     def _decide(self, size: int) -> None:
-        """Choose the form of steps of a size by timing graphs of the first layers, with prompts that belong to no
-        sequence. Collective."""
+        """Choose whether to divide steps of a size by timing graphs of the first layers, with prompts that belong to
+        no sequence. Collective."""
         if self._forms.undecided(size):
             trial = CudaGraphs(self._state.device, self._state.model.parallel.timer)
             step = self._prompts(size)
 
-            def run_of(form: PrefillForm) -> Callable[[], Any]:
-                host = self._pack(step, np.empty((0, 2), np.int32), size, form)
+            def run_of(parts: int) -> Callable[[], Any]:
+                host = self._pack(step, np.empty((0, 2), np.int32), size, parts)
 
                 def run() -> None:
                     self._packed[: host.numel()].copy_(host, non_blocking=True)
-                    trial.get_or_capture(form.name, partial(self._compute, size, form, _MEASURED_LAYERS))()
+                    trial.get_or_capture(parts, partial(self._compute, size, parts, _MEASURED_LAYERS))()
 
                 return run
 
@@ -244,8 +231,8 @@ class PrefillGraphs:
                 trial.close()
                 self._packed.zero_()
             if self._state.device.type == "cuda":
-                torch.cuda.empty_cache()  # graphs of other forms take memory of their own
-        self._form[size] = self._forms.form(size)
+                torch.cuda.empty_cache()  # both graphs take memory of their own
+        self._parts[size] = self._forms.parts(size)
 
     def _prompts(self, size: int) -> InputBatch:
         """Return a step of ``size`` random tokens, or the maximum if that is less, whose sequences share the spare row

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -17,22 +15,6 @@ from shotcast.kernels.activation import Activation
 from shotcast.layers import quantized
 from shotcast.layers.quantized import BlockRows, Float8Rows, GroupedRows, join
 from shotcast.layers.weights import Matrix, Weights
-
-if TYPE_CHECKING:
-    from shotcast.overlap.products import Product
-
-_own_product: ContextVar[Product | None] = ContextVar("own_product", default=None)
-
-
-@contextlib.contextmanager
-def products_by(product: Product | None) -> Iterator[None]:
-    """Replace the vendor library with ``product`` for 16-bit GPU matmuls without a bias, until the scope ends. None
-    changes nothing."""
-    token = _own_product.set(product or _own_product.get())
-    try:
-        yield
-    finally:
-        _own_product.reset(token)
 
 
 class RowShard(NamedTuple):
@@ -83,16 +65,13 @@ class Linear:
 
         return rows > gemv.MAX_ROWS
 
-    def __call__(self, x: torch.Tensor | Float8Rows, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Multiply [rows, inputs] to [rows, outputs], in ``out`` if given."""
+    def __call__(self, x: torch.Tensor | Float8Rows) -> torch.Tensor:
+        """Multiply [rows, inputs] to [rows, outputs]."""
         if self._on_cpu is not None and isinstance(x, torch.Tensor):
-            found: torch.Tensor | None = self._on_cpu(x)
-        else:
-            x = self._as_taken(x)
-            found = self._by_own_kernel(x, gated=False)
-        if found is None:
-            return self._by_library(x, out)
-        return found if out is None else out.copy_(found)
+            return self._on_cpu(x)
+        x = self._as_taken(x)
+        found = self._by_own_kernel(x, gated=False)
+        return self._by_library(x) if found is None else found
 
     def gated(self, x: torch.Tensor | Float8Rows, activation: Activation = "silu") -> torch.Tensor | Float8Rows:
         """Return ``activation(first half of outputs) * second half``, in FP8 if a layer like this one accepts it."""
@@ -138,23 +117,18 @@ class Linear:
             return skinny_gemm.linear(values, self.weight, self._counters, x_scale, self._scale, self.bias, gated)
         return None
 
-    def _by_library(self, x: torch.Tensor | Float8Rows, out: torch.Tensor | None = None) -> torch.Tensor:
+    def _by_library(self, x: torch.Tensor | Float8Rows) -> torch.Tensor:
         if self._scale is not None:
             if not isinstance(x, Float8Rows):
                 x = self._quantized(x)
-            return quantized.scaled_matmul(x, Float8Rows(self.weight, self._scale), self.bias, out)
+            return quantized.scaled_matmul(x, Float8Rows(self.weight, self._scale), self.bias)
         assert not isinstance(x, Float8Rows)
         weight = self.weight
         if self._grouped is not None:
             from shotcast.kernels.triton.dequantize import dequantize
 
             weight = dequantize(*self._grouped, x.dtype)
-        own = _own_product.get()
-        if own is not None and self.bias is None and x.dtype in (torch.bfloat16, torch.float16):
-            return own(x, weight.t(), out)
-        if out is None:
-            return F.linear(x, weight, self.bias)
-        return torch.mm(x, weight.t(), out=out) if self.bias is None else torch.addmm(self.bias, x, weight.t(), out=out)
+        return F.linear(x, weight, self.bias)
 
 
 def _product_on_cpu(

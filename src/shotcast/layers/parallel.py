@@ -70,17 +70,17 @@ class Parallel:
         return self.stage == self.stages - 1
 
     def reduce_norm_float8(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, sms: int | None = None
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, copy_engines: bool = False
     ) -> tuple[torch.Tensor | Float8Rows, torch.Tensor]:
         """Run :meth:`reduce_norm` with the norm in FP8, if that takes no further kernel.
 
-        ``x`` is not modified unless ``sms`` is given, which overwrites it with the sum.
+        Only ``copy_engines`` modify ``x``, and overwrite it with the sum.
         """
         if self._unfused:
-            return self.reduce_norm(x, residual, weight, eps, sms)
+            return self.reduce_norm(x, residual, weight, eps, copy_engines)
         with self._timed():
-            if sms is not None:
-                total = self.comm.all_reduce(x, out=x, sms=sms)
+            if copy_engines:
+                total = self.comm.all_reduce(x, out=x, sms=0)
                 scale = x.new_empty(x.shape[0], 1, dtype=torch.float32)
                 found = Fp8Normed(torch.empty_like(x, dtype=torch.float8_e4m3fn), scale, residual, None)
                 operands = total, residual, weight, eps, found
@@ -94,7 +94,7 @@ class Parallel:
         return Float8Rows(found.quantized, found.scale), found.new_residual
 
     def reduce_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, sms: int | None = None
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, copy_engines: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum ``x`` over the ranks, add the residual and normalize. Returns the norm and the new residual.
 
@@ -103,15 +103,14 @@ class Parallel:
             residual: [tokens, hidden]; overwritten with the new residual.
             weight: [hidden].
             eps: added to the mean square.
-            sms: the most SMs of a GPU that the sum may take; 0 for copy engines. The norm is then a separate kernel,
-                with the same bits.
+            copy_engines: copy engines of the GPU add up. The norm is then a separate kernel, with the same bits.
         """
         if self.size == 1 and x.device.type == "cpu" and not self.comm.topology.runs_grids:
             self._separate_norm(x, residual, weight, eps, x)
             return x, residual
         with self._timed():
-            if sms is not None:
-                self._separate_norm(self.comm.all_reduce(x, out=x, sms=sms), residual, weight, eps, x)
+            if copy_engines:
+                self._separate_norm(self.comm.all_reduce(x, out=x, sms=0), residual, weight, eps, x)
                 normed = x
             elif self._unfused:
                 residual += self.comm.all_reduce(x, out=x, algorithm=self.algorithm)

@@ -72,10 +72,8 @@ def quantize(matrix: torch.Tensor) -> Float8Rows:
     return Float8Rows(values, scale)
 
 
-def scaled_matmul(
-    x: Float8Rows, weight: Float8Rows, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return ``x @ weight.T + bias`` in bfloat16, accumulated in float32, in ``out`` if given.
+def scaled_matmul(x: Float8Rows, weight: Float8Rows, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return ``x @ weight.T + bias`` in bfloat16, accumulated in float32.
 
     Args:
         x: [rows, inputs].
@@ -90,7 +88,6 @@ def scaled_matmul(
         bias=bias,
         out_dtype=torch.bfloat16,
         use_fast_accum=False,
-        **({} if out is None else {"out": out}),
     )
 
 

@@ -138,32 +138,30 @@ class Block:
         normed, residual = self.mlp_input(self.attend(normed, cache, batch), residual)
         return self.feed_forward(normed), residual
 
-    def attend(
-        self, normed: torch.Tensor | Float8Rows, cache: KVCache, batch: Batch, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Compute partial sums of the attention's output, in ``out`` if given, which may be ``normed``."""
+    def attend(self, normed: torch.Tensor | Float8Rows, cache: KVCache, batch: Batch) -> torch.Tensor:
+        """Compute partial sums of the attention's output."""
         qkv = self.qkv(normed)
         if self._projection_norm is not None:
             qkv = self._projection_norm(qkv)
-        return self.output(self.attention(qkv, cache, batch), out)
+        return self.output(self.attention(qkv, cache, batch))
 
     def mlp_input(
-        self, partial: torch.Tensor, residual: torch.Tensor, sms: int | None = None
+        self, partial: torch.Tensor, residual: torch.Tensor, copy_engines: bool = False
     ) -> tuple[torch.Tensor | Float8Rows, torch.Tensor]:
-        """Sum the attention's partial results, on ``sms`` SMs if given; return the MLP's normalized input and the new
+        """Sum the attention's partial results, by copy engines if given; return the MLP's normalized input and the new
         residual."""
-        return self._reduce_norm(partial, residual, self.attention_post_norm, self.mlp_norm, self.gate_up, sms)
+        return self._reduce_norm(partial, residual, self.attention_post_norm, self.mlp_norm, self.gate_up, copy_engines)
 
-    def feed_forward(self, normed: torch.Tensor | Float8Rows, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Compute partial sums of the MLP's output, in ``out`` if given, which may be ``normed``."""
-        return self.down(self.gate_up.gated(normed, self._activation), out)
+    def feed_forward(self, normed: torch.Tensor | Float8Rows) -> torch.Tensor:
+        """Compute partial sums of the MLP's output."""
+        return self.down(self.gate_up.gated(normed, self._activation))
 
     def normed_input(
-        self, partial: torch.Tensor, residual: torch.Tensor, sms: int | None = None
+        self, partial: torch.Tensor, residual: torch.Tensor, copy_engines: bool = False
     ) -> tuple[torch.Tensor | Float8Rows, torch.Tensor]:
-        """Sum the previous operation's partial results, on ``sms`` SMs if given; return this block's normalized input
+        """Sum the previous operation's partial results, by copy engines if given; return this block's normalized input
         and the new residual."""
-        return self._reduce_norm(partial, residual, self._input_post_norm, self.attention_norm, self.qkv, sms)
+        return self._reduce_norm(partial, residual, self._input_post_norm, self.attention_norm, self.qkv, copy_engines)
 
     def _reduce_norm(
         self,
@@ -172,10 +170,10 @@ class Block:
         post: torch.Tensor | None,
         weight: torch.Tensor | None,
         following: Linear,
-        sms: int | None,
+        copy_engines: bool,
     ) -> tuple[torch.Tensor | Float8Rows, torch.Tensor]:
         if post is not None or weight is None:
             return self._parallel.reduce_post_norm(partial, residual, post, weight, self._eps)
         if following.takes_float8(partial.shape[0]):
-            return self._parallel.reduce_norm_float8(partial, residual, weight, self._eps, sms)
-        return self._parallel.reduce_norm(partial, residual, weight, self._eps, sms)
+            return self._parallel.reduce_norm_float8(partial, residual, weight, self._eps, copy_engines)
+        return self._parallel.reduce_norm(partial, residual, weight, self._eps, copy_engines)

@@ -16,7 +16,6 @@ from shotcast.layers.embedding import VocabParallelEmbedding
 from shotcast.layers.parallel import Parallel
 from shotcast.layers.partition import partition
 from shotcast.layers.quantized import Float8Rows
-from shotcast.layers.shaping import UNSHAPED, Shaping
 from shotcast.layers.weights import Weights
 from shotcast.models.block import Block, load_norm
 from shotcast.models.config import ModelConfig
@@ -141,19 +140,16 @@ class CausalLM:
         batches: Sequence[Batch],
         caches: list[KVCache],
         controller: Controller,
-        shaping: Shaping = UNSHAPED,
-        sums: Sequence[torch.Tensor] = (),
+        copy_engines: bool = False,
     ) -> list[torch.Tensor]:
         """Run :meth:`overlapped` up to the head, and return the last normalized hidden states of each part.
 
-        ``sums`` are [tokens, hidden] for each part, the memory for its sums over the ranks; memory that the ranks map
-        is read and written in place.
+        ``copy_engines`` sum over the ranks if given; the norms are then separate kernels.
 
         Computation and communication are submitted to the lanes layer by layer, one part at a time. A tensor that both
         use is freed only when the next work of its part has waited for both.
         """
         assert self.embeddings is not None
-        sms = shaping.sms
         blocks, parts = self.blocks, range(len(batches))
         partial: list[Any] = [None for _ in parts]
         normed: list[Any] = [None for _ in parts]
@@ -167,26 +163,24 @@ class CausalLM:
                 partial[part] = embeddings.embed(batch.tokens)
                 residual[part] = torch.zeros_like(partial[part])
                 return
-            out = sums[part] if sums else None
-            with shaping.scope():
-                if stage % 2:
-                    index = stage // 2
-                    partial[part] = blocks[index].attend(normed[part], caches[index], batch, out)
-                else:
-                    partial[part] = blocks[stage // 2 - 1].feed_forward(normed[part], out)
+            if stage % 2:
+                index = stage // 2
+                partial[part] = blocks[index].attend(normed[part], caches[index], batch)
+            else:
+                partial[part] = blocks[stage // 2 - 1].feed_forward(normed[part])
 
         def reduce(stage: int, part: int) -> None:
             x, before = partial[part], residual[part]
             if stage == stages - 1:
-                normed[part], residual[part] = self.parallel.reduce_norm(x, before, norm, self._eps, sms)
+                normed[part], residual[part] = self.parallel.reduce_norm(x, before, norm, self._eps, copy_engines)
             elif stage % 2:
-                normed[part], residual[part] = blocks[stage // 2].mlp_input(x, before, sms)
+                normed[part], residual[part] = blocks[stage // 2].mlp_input(x, before, copy_engines)
             else:
-                normed[part], residual[part] = blocks[stage // 2].normed_input(x, before, sms)
+                normed[part], residual[part] = blocks[stage // 2].normed_input(x, before, copy_engines)
 
         names = [(stage, part, f"{stage}.{part}") for stage in range(stages) for part in parts]
         controller.run(
-            split(stages, len(batches), sms),
+            split(stages, len(batches)),
             {f"compute {name}": partial_of(compute, stage, part) for stage, part, name in names},
             {f"communicate {name}": lambda comm, at=(stage, part): reduce(*at) for stage, part, name in names},  # type: ignore[misc]
         )
