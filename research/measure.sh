@@ -413,7 +413,8 @@ for part in "$@"; do
     products_x1) # large products that leave room, beside the library's, on one GPU
         script 300 shaped_products research/shaped_products.py --set tune --json "$out/shaped_products.json"
         ;;
-    tests_products) tests 300 products tests/kernels/test_large_gemm_cuda.py tests/overlap/test_products_cuda.py \
+    tests_products) tests 300 products research/tests/test_large_gemm_cuda.py research/tests/test_matmuls_cuda.py \
+        tests/overlap/test_leave_sms_cuda.py \
         research/tests/test_product_room_cuda.py ;;
     frameworks_cpu) # training and generating by the backend of torch.distributed, beside Gloo
         script 3000 frameworks_cpu research/frameworks.py --rounds 5 --json "$out/frameworks.json"

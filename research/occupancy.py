@@ -3,7 +3,7 @@
 An SM gives each block registers, warps, shared memory and barriers for as long as the block runs. A block starts where
 all of these are free, so a kernel that communicates can run beside a product if the product's blocks leave enough of
 each. All SMs are taken to have as much shared memory as they can have, as products of
-:mod:`shotcast.overlap.products` ask for: an SM cannot change that share while a block runs.
+:mod:`matmuls` ask for: an SM cannot change that share while a block runs.
 
 Blocks are placed one by one, and each warp in the sub-partition that has most registers free. For blocks of one kernel
 that gives exactly what CUDA's occupancy calculator gives.

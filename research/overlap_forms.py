@@ -17,6 +17,8 @@ from pathlib import Path
 import overlap_progress
 import torch_forms
 import zero_ctas
+from large_gemm import GemmConfig
+from matmuls import LibraryProduct, Product, ShapedProduct, own_gemm, sms_of
 from occupancy import Multiprocessor
 from overlap_bench import library, measure, own
 from overlap_bench.config import LIBRARY, OWN, OverlapConfig
@@ -28,11 +30,9 @@ from overlap_verdicts import TORCH, verdicts
 from product_room import multiprocessor_of
 
 from shotcast.errors import ConfigError, RankFailed
-from shotcast.kernels.triton.gemm import GemmConfig
 from shotcast.launcher.spawn import spawn
 from shotcast.overlap.chains import Chain
 from shotcast.overlap.lanes import HIGH, LOW
-from shotcast.overlap.products import LibraryProduct, Product, ShapedProduct, own_gemm, sms_of
 
 logger = logging.getLogger(__name__)
 

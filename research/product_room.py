@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from large_gemm import Gemm
+from matmuls import LibraryProduct, ShapedProduct, sms_of
 from occupancy import Kernel, Multiprocessor, Room, multiprocessor, resident_blocks
 
 from shotcast.device.triton.launch import Launch
 from shotcast.errors import ConfigError, UnsupportedError
-from shotcast.kernels.triton.gemm import Gemm
 from shotcast.memory import driver
-from shotcast.overlap.products import LibraryProduct, ShapedProduct, sms_of
 
 _STATIC_SHARED_BYTES, _REGISTERS = 1, 4
 """Attributes of functions, by the driver's numbers."""

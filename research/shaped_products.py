@@ -25,17 +25,17 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import large_gemm as gemm
 import torch
 from gpu_timing import write
+from large_gemm import GemmConfig
+from matmuls import LibraryProduct, Product, ShapedProduct, sms_of
 from occupancy import resident_blocks
 from product_room import GreenProduct, blocks_per_sm, kernel_of, multiprocessor_of, room_beside_product, seen_kernels
 from rich.console import Console
 from rich.table import Table
 
-from shotcast.bench import kernels
-from shotcast.kernels.triton import gemm
-from shotcast.kernels.triton.gemm import GemmConfig
-from shotcast.overlap.products import LibraryProduct, Product, ShapedProduct, sms_of
+from shotcast.device import fingerprint
 
 SHAPES = "8192x8192x8192,8192x8192x8192t,4096x8192x8192,4096x8192x14336"
 LIBRARY = "library"
@@ -254,7 +254,8 @@ def main() -> None:
             )
         screen.print(view)
     if asked.json is not None:
-        write(asked.json, rows, kernels.of_modules("kernels.triton.gemm"))
+        sources = fingerprint.installed().with_module(gemm.__name__, Path(gemm.__file__))
+        write(asked.json, rows, {gemm.__name__: fingerprint.of_module(sources, gemm.__name__)})
 
 
 if __name__ == "__main__":

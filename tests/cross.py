@@ -20,7 +20,6 @@ from triton.runtime.jit import create_function_from_signature
 from shotcast.device.triton import tiles
 from shotcast.device.triton.launch import unspecialized
 from shotcast.hardware.nodes import folded
-from shotcast.kernels.triton.gemm import Sizes, gemm_kernel
 from shotcast.kernels.triton.norm import NormAddresses, norm_rows
 from shotcast.kernels.triton.paged_attention import Parts, Scoring, Sequences
 from shotcast.kernels.triton.rope import Cache, Rotation
@@ -51,10 +50,9 @@ from shotcast.wire import NORM_KINDS, QUANTIZATIONS, REDUCED, REDUCIBLE, REDUCTI
 
 NORM = NormAddresses(*["i64"] * 7, "fp32")
 KINDS: dict[str, Any] = {
-    **dict.fromkeys(("x", "out", "came", "data", "arrivals", "a", "b", "out_stride"), "i64"),
+    **dict.fromkeys(("x", "out", "came", "data", "arrivals"), "i64"),
     "places": Places("i64", "i64"),
     "blocks": Blocks("i32", "i64"),
-    "sizes": Sizes("i32", "i32", "i32", "i64", "i64"),
     **NORM._asdict(),
     "norm": NORM,
     "cells": RowCells("i64", "i64", "i64", "i32"),
@@ -107,7 +105,7 @@ FUSED: dict[str, tuple[Any, dict[str, Any]]] = {
 
 ALL = (
     *dict.fromkeys(kernel for kernel, _ in (KERNELS | FUSED).values()),
-    *(gate, few_sms, exchange_parts, nvrar_all_reduce, nvrar_norm, gemm_kernel),
+    *(gate, few_sms, exchange_parts, nvrar_all_reduce, nvrar_norm),
     *(meeting, sum_of_copies, nan_if_stopped),
 )
 """All kernels with a SHAPE that are launched by addresses."""

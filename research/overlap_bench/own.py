@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from matmuls import LibraryProduct, Product
+
 from overlap_bench.config import COMMUNICATION, COMPUTE
 from overlap_bench.form import Candidate, Candidates, Form
 from overlap_bench.steps import Steps, library_product
@@ -13,7 +15,6 @@ from shotcast.overlap import schedule
 from shotcast.overlap.chains import Chain, way_on
 from shotcast.overlap.controller import Controller
 from shotcast.overlap.lanes import HIGH, LOW, StreamLanes, lanes_of
-from shotcast.overlap.products import LibraryProduct, Product
 from shotcast.overlap.schedule import Communicate, Compute, Schedule
 
 Message = Callable[[Communicator, int], Any]

@@ -10,10 +10,10 @@ import math
 from collections.abc import Callable
 
 import torch
+from matmuls import Product
 
 from overlap_bench.config import REDUCE_SCATTER_ALL_GATHER, OverlapConfig
 from shotcast.collectives.communicator import Communicator
-from shotcast.overlap.products import Product
 from shotcast.units import align_up
 
 Allocate = Callable[[int, torch.dtype], torch.Tensor]

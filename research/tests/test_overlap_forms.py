@@ -11,6 +11,7 @@ import overlap_forms
 import overlap_forms_targets as targets
 import pytest
 import zero_ctas
+from large_gemm import shared_bytes
 from occupancy import Kernel, multiprocessor, resident_blocks
 from overlap_bench import report
 from overlap_bench.config import OverlapConfig
@@ -19,7 +20,6 @@ from overlap_verdicts import verdicts
 from typer.testing import CliRunner
 
 from shotcast.errors import RankFailed
-from shotcast.kernels.triton.gemm import shared_bytes
 
 ROW = OverlapRow(
     *("plain", "all_reduce", "cpu", "float32"),

@@ -10,11 +10,11 @@ from typing import Any
 import product_room as module
 import pytest
 import torch
+from matmuls import LibraryProduct
 from occupancy import Kernel, Leftover, Room, multiprocessor
 from product_room import GreenProduct, SeenKernel
 
 from shotcast.errors import ConfigError, UnsupportedError
-from shotcast.overlap.products import LibraryProduct
 
 GPU = torch.device("cuda", 0)
 H200 = multiprocessor((9, 0))

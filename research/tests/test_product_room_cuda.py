@@ -6,17 +6,17 @@ import contextlib
 import itertools
 from typing import Any
 
+import large_gemm as gemm
 import pytest
 import torch
 import triton
 import triton.language as tl
+from large_gemm import GemmConfig
+from matmuls import LibraryProduct, ShapedProduct, sms_of
 from occupancy import Kernel, resident_blocks
 from product_room import GreenProduct, blocks_per_sm, kernel_of, multiprocessor_of, room_beside_product, seen_kernels
 
 from shotcast.errors import UnsupportedError
-from shotcast.kernels.triton import gemm
-from shotcast.kernels.triton.gemm import GemmConfig
-from shotcast.overlap.products import LibraryProduct, ShapedProduct, sms_of
 
 pytestmark = pytest.mark.gpu
 

@@ -18,6 +18,7 @@ import torch
 import triton
 from occupancy import Kernel
 from product_room import blocks_per_sm, needs_of
+from tma_launch import TmaLaunch, descriptor
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.compiler import CompiledKernel
@@ -26,7 +27,7 @@ from triton.runtime.jit import JITFunction
 
 import cross
 from shotcast.device.triton import launch as launch_module
-from shotcast.device.triton.launch import Launch, Wide, descriptor, load_all, unspecialized
+from shotcast.device.triton.launch import Launch, Wide, load_all, unspecialized
 from shotcast.memory import driver as cuda_driver
 from shotcast.memory import nvshmem_library
 
@@ -498,7 +499,7 @@ class Tensor(NamedTuple):
         return self.address
 
 
-def tile_launch(compiled: Compiled, padding_bytes: int | None = None) -> Launch:
+def tile_launch(compiled: Compiled, padding_bytes: int | None = None) -> TmaLaunch:
     add_tiles.device_caches.clear()
     compiled.metadata.tensordesc_meta = [{"swizzle": 3, "block_size": [8, 16]}, {"swizzle": 2, "block_size": [8, 32]}]
     given = {
@@ -506,7 +507,7 @@ def tile_launch(compiled: Compiled, padding_bytes: int | None = None) -> Launch:
         "y": descriptor(torch.float16, (100, 40), (40, 1), (8, 32)),
         "count": 3,
     }
-    return Launch(add_tiles, 7, given, ("y", "x"), {"num_warps": 4}, padding_bytes)
+    return TmaLaunch(add_tiles, 7, given, ("y", "x"), {"num_warps": 4}, padding_bytes)
 
 
 def test_tensors_are_described_to_the_copy_engine(compiled: Compiled, library: Library) -> None:

@@ -66,20 +66,16 @@ def test_a_number_of_sms_reaches_products_and_communication(monkeypatch: pytest.
         def __init__(self) -> None:
             self.device = device
 
-    class Product:
-        def __init__(self, left_sms: int):
-            self._left = left_sms
-
-        @contextlib.contextmanager
-        def scope(self, on: torch.device) -> Iterator[None]:
-            assert on == device
-            seen.append(f"leave {self._left}")
-            yield
-            seen.append("leave none")
+    @contextlib.contextmanager
+    def leave_sms(sms: int, on: torch.device) -> Iterator[None]:
+        assert on == device
+        seen.append(f"leave {sms}")
+        yield
+        seen.append("leave none")
 
     monkeypatch.setattr(chains, "lanes_of", lambda comm, priority: ThreadLanes([comm]))
     monkeypatch.setattr(chains, "StreamLanes", lambda comm, priority: ThreadLanes([comm]))
-    monkeypatch.setattr(chains, "LibraryProduct", Product)
+    monkeypatch.setattr(chains, "leave_sms", leave_sms)
     monkeypatch.setattr(chains, "agree_on", lambda *given: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 

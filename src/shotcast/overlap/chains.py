@@ -13,9 +13,9 @@ from shotcast.overlap import schedule
 from shotcast.overlap.controller import Communication, Computation, Controller, numbered
 from shotcast.overlap.lanes import HIGH, LOW, Lanes, StreamLanes, lanes_of
 from shotcast.overlap.policy import AUTO, PLAIN, SEQUENTIAL, Decision, Way, agree_on, agreed, decide
-from shotcast.overlap.products import LibraryProduct
 from shotcast.overlap.schedule import Schedule, makespan_us
 from shotcast.overlap.timeline import Timeline
+from shotcast.overlap.torch_private import leave_sms
 
 PRIORITY, LIBRARY = "priority", "library"
 
@@ -121,13 +121,12 @@ class Chain:
     def _works(self, way: str) -> tuple[dict[str, Computation], dict[str, Communication]]:
         found: dict[int, Any] = {}
         budget = self._sms.get(way)
-        product = LibraryProduct(budget or 0)
         arguments: dict[str, Any] = {} if budget is None else {"sms": budget}
         if way == LIBRARY:
             arguments["algorithm"] = "vendor"
 
         def compute(number: int) -> Any:
-            with product.scope(self._comm.device):
+            with leave_sms(budget or 0, self._comm.device):
                 found[number] = self._computations[number]()
             return found[number]
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from shotcast.device.triton.intrinsics import INTERPRETED
 from shotcast.hardware.detect import available_cores
@@ -39,11 +37,6 @@ _MOST_DYNAMIC_SHARED_BYTES, _SHARED_MEMORY_CARVEOUT = 8, 9
 """Function attributes, by the driver's numbers."""
 _ALL_SHARED_MEMORY = 100
 """The percentage of an SM's cache and shared memory to use as shared memory."""
-_MAP_BYTES, _MAP_ALIGNMENT = 128, 64
-"""Size and alignment of the driver's CUtensorMap."""
-_MAP_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
-_NO_INTERLEAVE, _PROMOTE_TO_128_BYTES, _FILL_WITH_ZEROS = 0, 2, 0
-
 
 _JOINED: weakref.WeakSet[Any] = weakref.WeakSet()
 """Compiled kernels whose modules have NVSHMEM's state."""
@@ -77,77 +70,6 @@ class _Config(ctypes.Structure):
     )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _NoTensor:
-    """A stand-in for the tensor of a descriptor whose address each call supplies."""
-
-    dtype: torch.dtype
-
-    def data_ptr(self) -> int:
-        return 0
-
-
-def descriptor(
-    dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], block_shape: Sequence[int]
-) -> TensorDescriptor:
-    """Describe tensors to the SMs' copy engine (TMA), which copies one ``block_shape`` at a time.
-
-    The descriptor is an argument of :class:`Launch`, whose calls supply the tensors. A tensor must begin at a multiple
-    of 16 bytes. Its last stride must be 1, and the other strides multiples of 16 bytes.
-    """
-    return TensorDescriptor(_NoTensor(dtype), list(shape), list(strides), list(block_shape))
-
-
-class _TensorMap:
-    """A descriptor in the driver's form; ``value`` sets the tensor that it describes."""
-
-    def __init__(self, descriptor: TensorDescriptor, swizzle: int, box: Sequence[int]):
-        self._memory = (ctypes.c_ubyte * (_MAP_BYTES + _MAP_ALIGNMENT))()
-        offset = -ctypes.addressof(self._memory) % _MAP_ALIGNMENT
-        self._map = (ctypes.c_ubyte * _MAP_BYTES).from_buffer(self._memory, offset)
-        self._descriptor, self._swizzle, self._box = descriptor, swizzle, list(box)
-        self._is_encoded = False
-
-    @property
-    def address(self) -> int:
-        return ctypes.addressof(self._map)
-
-    def _encode(self, address: int) -> None:
-        shape, strides = self._descriptor.shape, self._descriptor.strides
-        rank, itemsize = len(shape), self._descriptor.base.dtype.itemsize
-        # the driver counts dimensions from the innermost one, whose stride is implied
-        error = driver.library().cuTensorMapEncodeTiled(
-            ctypes.byref(self._map),
-            _MAP_TYPES[self._descriptor.base.dtype],
-            ctypes.c_uint32(rank),
-            ctypes.c_void_p(address),
-            (ctypes.c_uint64 * rank)(*reversed(shape)),
-            (ctypes.c_uint64 * rank)(*(stride * itemsize for stride in reversed(strides[:-1]))),
-            (ctypes.c_uint32 * rank)(*reversed(self._box)),
-            (ctypes.c_uint32 * rank)(*[1] * rank),
-            _NO_INTERLEAVE,
-            self._swizzle,
-            _PROMOTE_TO_128_BYTES,
-            _FILL_WITH_ZEROS,
-        )
-        driver.check(error, f"describing a tensor of shape {tuple(shape)} and strides {tuple(strides)}")
-        self._is_encoded = True
-
-    @property
-    def value(self) -> None:
-        """The tensor; it can only be set."""
-        return None
-
-    @value.setter
-    def value(self, tensor: torch.Tensor) -> None:
-        if not self._is_encoded:
-            self._encode(tensor.data_ptr())
-        elif error := driver.library().cuTensorMapReplaceAddress(
-            ctypes.byref(self._map), ctypes.c_void_p(tensor.data_ptr())
-        ):
-            driver.check(error, "moving the description of a tensor")
-
-
 class _Prepared(NamedTuple):
     """The arguments of the driver's launch function; ``open_cells`` hold the values that change from call to call."""
 
@@ -166,9 +88,9 @@ class Launch:
         kernel: a Triton kernel none of whose runtime arguments is specialized.
         programs: the number of programs in the grid.
         arguments: every argument by name, some of them tuples. Integers that stand for addresses must be large enough
-            to be 64-bit, or :class:`Wide`. Results of :func:`descriptor` stand for tensors.
+            to be 64-bit, or :class:`Wide`.
         open_names: the arguments that each call supplies, in this order. A tuple is given as its elements, one after
-            the other. All descriptors must be among them.
+            the other.
         options: compiler options, such as ``num_warps``. If ``extern_libs`` includes NVSHMEM's device functions, this
             process must be one of NVSHMEM's PEs.
         padding_bytes: shared memory of a block beyond what the kernel uses, so that fewer blocks fit on an SM. Any
@@ -211,18 +133,7 @@ class Launch:
             raise RuntimeError(
                 f"{compiled.name} needs scratch memory or clusters, which this launcher does not provide"
             )
-        maps = iter(getattr(metadata, "tensordesc_meta", None) or ())
-        opened: dict[str, list[Any]] = {}
-        cells: list[Any] = []
-        for name, kind in compiled.src.signature.items():
-            given = self.arguments[name]
-            if isinstance(given, TensorDescriptor):
-                form = next(maps)
-                opened[name] = [_TensorMap(given, form["swizzle"], form["block_size"])]
-                cells += [*opened[name], *map(ctypes.c_int32, given.shape), *map(ctypes.c_int64, given.strides)]
-            else:
-                opened[name] = list(_cells(kind, given))
-                cells += opened[name]
+        opened, cells = self._argument_cells(compiled)
         cells += [ctypes.c_void_p(None) for _ in range(_SCRATCH)]
         shared_bytes = metadata.shared + (self._padding_bytes or 0)
         if self._padding_bytes is not None:
@@ -237,12 +148,15 @@ class Launch:
             (_Attribute * max(1, len(attributes)))(*(_Attribute(kind, 0, 1) for kind in attributes)),
             len(attributes),
         )
-        pointers = (ctypes.c_void_p * len(cells))(
-            *(cell.address if isinstance(cell, _TensorMap) else ctypes.addressof(cell) for cell in cells)
-        )
+        pointers = (ctypes.c_void_p * len(cells))(*map(ctypes.addressof, cells))
         arguments = (ctypes.byref(config), ctypes.c_void_p(compiled.function), pointers, None)
         open_cells = tuple(cell for name in self._open_names for cell in opened[name])
         self._prepared = _Prepared(open_cells, config, arguments, driver.library().cuLaunchKernelEx, (cells, compiled))
+
+    def _argument_cells(self, compiled: Any) -> tuple[dict[str, list[Any]], list[Any]]:
+        """Return the values of each argument, which calls may change, and all that the kernel takes, in its order."""
+        opened = {name: list(_cells(kind, self.arguments[name])) for name, kind in compiled.src.signature.items()}
+        return opened, [cell for cells in opened.values() for cell in cells]
 
     def _compile(self) -> Any:
         plain = {name: unspecialized(value) for name, value in self.arguments.items()}
@@ -260,12 +174,8 @@ class Launch:
     def _filled(self, call_values: Sequence[Any]) -> dict[str, Any]:
         """Return all arguments, with the values of a call for the open ones."""
         values = iter(call_values)
-
-        def fill(argument: Any) -> Any:
-            value = next(values)
-            return dataclasses.replace(argument, base=value) if isinstance(argument, TensorDescriptor) else value
-
-        return self.arguments | {name: _mapped(fill, self.arguments[name]) for name in self._open_names}
+        filled = {name: _mapped(lambda _: next(values), self.arguments[name]) for name in self._open_names}
+        return self.arguments | filled
 
     def __call__(self, stream: int, call_values: Sequence[Any]) -> None:
         """Enqueue the kernel on a CUDA stream of the current device, given by its handle."""

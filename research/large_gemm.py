@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from tma_launch import TmaLaunch, descriptor
 
 from shotcast.device.triton.intrinsics import INTERPRETED, add_dot, kernel, shared_memory_per_sm
-from shotcast.device.triton.launch import Launch, descriptor
 from shotcast.device.triton.words import round_float
 from shotcast.errors import ConfigError, UnsupportedError
 
@@ -388,11 +388,11 @@ class Gemm:
         self._run = self._launch(max(1, self.programs))
         self._lock = threading.Lock()
 
-    def _launch(self, programs: int) -> Launch:
+    def _launch(self, programs: int) -> TmaLaunch:
         options = {"num_warps": self.config.warps}
         shape = GemmShape(**constants_of(self.form, self.config), PERSISTENT=self.config.persistent)
         arguments = arguments_of(self.form, self.config) | {"SHAPE": shape}
-        return Launch(gemm_kernel, programs, arguments, ("a", "b", "out"), options, self.config.padding_bytes)
+        return TmaLaunch(gemm_kernel, programs, arguments, ("a", "b", "out"), options, self.config.padding_bytes)
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
         """Compute ``out = a @ b`` on the current stream, for tensors of this form."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import large_gemm as gemm
 import torch
-
-from shotcast.kernels.triton import gemm
-from shotcast.kernels.triton.gemm import Gemm, GemmConfig
+from large_gemm import Gemm, GemmConfig
 
 
 @dataclass(frozen=True)

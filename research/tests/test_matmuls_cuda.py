@@ -1,15 +1,13 @@
-"""Products that leave room, on a real GPU: their values, and carve-outs."""
+"""research/matmuls.py on a real GPU. Run with ``pytest -m gpu``."""
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 import torch
+from large_gemm import GemmConfig
+from matmuls import LibraryProduct, ShapedProduct
 
 from shotcast.errors import ConfigError
-from shotcast.kernels.triton.gemm import GemmConfig
-from shotcast.overlap.products import LibraryProduct, ShapedProduct
 
 pytestmark = pytest.mark.gpu
 
@@ -43,25 +41,3 @@ def test_values(product: ShapedProduct | LibraryProduct) -> None:
     exact = a.double() @ b.double()
     for result in (product(a, b, out), product(a, b)):
         torch.testing.assert_close(result.double(), exact, rtol=2**-8, atol=2**-8)
-
-
-def test_a_carve_out_ends_with_an_exception() -> None:
-    library = torch.backends.cuda.preferred_blas_library()
-    with contextlib.suppress(KeyError), LibraryProduct(24).scope(torch.device("cuda", 0)):
-        assert torch._C._get_sm_carveout_experimental() == 24
-        raise KeyError
-    assert torch._C._get_sm_carveout_experimental() is None
-    assert torch.backends.cuda.preferred_blas_library() == library
-
-
-def test_a_carved_product_in_a_graph_leaves_sms() -> None:
-    a, b = operands(4096, 4096, 4096)
-    product = LibraryProduct(24)
-    exact = product(a, b)
-    out = torch.empty_like(exact)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        product(a, b, out)
-    assert torch._C._get_sm_carveout_experimental() is None
-    graph.replay()
-    assert torch.equal(out, exact)

@@ -1,4 +1,4 @@
-"""Matrix products that leave room on the GPU for communication: our kernel's and the vendor library's.
+"""Matmuls that leave room on the GPU for communication: our kernel's and the vendor library's.
 
 - :class:`ShapedProduct`: our kernel, with a chosen block shape and number of SMs.
 - :class:`LibraryProduct`: the vendor library, which is asked to leave SMs free. Its kernel for a product may ignore
@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from shotcast.errors import ConfigError
-from shotcast.overlap import torch_private
+from shotcast.overlap.torch_private import leave_sms
 
 if TYPE_CHECKING:
-    from shotcast.kernels.triton.gemm import Gemm, GemmConfig, GemmForm
+    from large_gemm import Gemm, GemmConfig, GemmForm
 
 
 class Product(Protocol):
@@ -40,9 +40,9 @@ def sms_of(device: torch.device) -> int:
 @functools.cache
 def own_gemm() -> Any:
     """Import and return the module of our product, which imports Triton."""
-    from shotcast.kernels.triton import gemm
+    import large_gemm
 
-    return gemm
+    return large_gemm
 
 
 @functools.lru_cache(maxsize=256)
@@ -109,10 +109,5 @@ class LibraryProduct:
 
         Raises ConfigError if the GPU does not have that many SMs.
         """
-        if not self.left_sms or device.type != "cuda":
-            yield
-            return
-        if self.left_sms >= sms_of(device):
-            raise ConfigError(f"left_sms is {self.left_sms}; {device} has {sms_of(device)} SMs, and some must remain")
-        with torch_private.sm_carveout(self.left_sms):
+        with leave_sms(self.left_sms, device):
             yield

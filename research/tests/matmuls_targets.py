@@ -1,12 +1,12 @@
-"""Ranks of test_products.py: products by the interpreted kernel."""
+"""Ranks of test_matmuls.py: products by the interpreted kernel."""
 
 from __future__ import annotations
 
 import torch
+from large_gemm import GemmConfig
+from matmuls import LibraryProduct, ShapedProduct
 
 from shotcast.errors import ConfigError
-from shotcast.kernels.triton.gemm import GemmConfig
-from shotcast.overlap.products import LibraryProduct, ShapedProduct
 
 
 def products() -> list[str]:

@@ -1,4 +1,4 @@
-"""Large products: the kernel under Triton's interpreter against float64, and compiled for GPUs."""
+"""research/large_gemm.py: the kernel under Triton's interpreter against float64, and compiled for GPUs."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import large_gemm as gemm
 import pytest
 import torch
 import triton.language as tl
 from gemm_targets import GemmCase, excesses, forms
 from hypothesis import given
 from hypothesis import strategies as st
+from large_gemm import GemmConfig, GemmForm, Sizes, gemm_kernel
 from occupancy import Kernel, fits_beside, multiprocessor, resident_blocks
 
 import cross
 from quick_interpreter import interpret
 from shotcast.errors import ConfigError, UnsupportedError
-from shotcast.kernels.triton import gemm
-from shotcast.kernels.triton.gemm import GemmConfig, GemmForm, gemm_kernel
 
 BF16, FP16 = torch.bfloat16, torch.float16
 SMALL = GemmConfig(32, 32, 32, 2, 4, group=2)
@@ -154,7 +154,8 @@ def compiled(
         "out": (config.tile_m, config.tile_n // 2),
     }
     shape = cross.shape_of(kernel, constants | {"PDL": capability >= 90})
-    signature = cross.signature_of(kernel)
+    signature = cross.signature_of(kernel) | dict.fromkeys(("a", "b", "out_stride"), "i64")
+    signature["sizes"] = Sizes("i32", "i32", "i32", "i64", "i64")
     if tma:
         signature |= {name: f"tensordesc<{dtype}[{rows}, {columns}]>" for name, (rows, columns) in tiles.items()}
     options = {"launch_pdl": kernel is not gemm_kernel} | ({"maxnreg": registers} if registers else {})

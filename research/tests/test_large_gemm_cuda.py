@@ -1,16 +1,15 @@
-"""Large products on a real GPU, against float64. Run with ``pytest -m gpu``."""
+"""research/large_gemm.py on a real GPU, against float64. Run with ``pytest -m gpu``."""
 
 from __future__ import annotations
 
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 
+import large_gemm as gemm
 import pytest
 import torch
 from gemm_targets import GemmCase, excess, matrix
-
-from shotcast.kernels.triton import gemm
-from shotcast.kernels.triton.gemm import Gemm, GemmConfig
+from large_gemm import Gemm, GemmConfig
 
 pytestmark = pytest.mark.gpu
 BF16, FP16 = torch.bfloat16, torch.float16
