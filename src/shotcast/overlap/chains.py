@@ -116,7 +116,7 @@ class Chain:
     def _parts(self, way: str) -> tuple[Controller, Schedule]:
         if way == SEQUENTIAL:
             return Controller(self._lanes[PLAIN]), schedule.sequential(self._plan)
-        return Controller(self._lanes[way]), schedule.chain(len(self._computations), self._sms.get(way))
+        return Controller(self._lanes[way]), self._plan
 
     def _works(self, way: str) -> tuple[dict[str, Computation], dict[str, Communication]]:
         found: dict[int, Any] = {}

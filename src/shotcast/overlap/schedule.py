@@ -40,13 +40,10 @@ class Communicate:
     Attributes:
         name: a unique name.
         after: the names of earlier steps whose results it needs.
-        sms: the number of multiprocessors that the call may take, on GPUs; 0 for copy engines, None for the algorithm's
-            default.
     """
 
     name: str
     after: tuple[str, ...] = ()
-    sms: int | None = None
 
 
 Step = Compute | Communicate
@@ -94,8 +91,6 @@ class Schedule:
                         f"step {step.name!r} needs {name!r}, which comes no earlier; list steps in an order in which "
                         "they can run one after another"
                     )
-            if isinstance(step, Communicate) and step.sms is not None and step.sms < 0:
-                raise ConfigError(f"step {step.name!r}: sms is a number of multiprocessors from 0, not {step.sms}")
             known.add(step.name)
 
     @property
@@ -164,13 +159,13 @@ def makespan_us(schedule: Schedule, durations_us: Mapping[str, float], lanes: in
 # -- builders ---------------------------------------------------------------------------------------------------------
 
 
-def chain(count: int, sms: int | None = None) -> Schedule:
+def chain(count: int) -> Schedule:
     """Communicate each result during the next computation: consecutive products, or the chunks of one product."""
-    pairs = ((_compute(i), _communicate(i, (f"compute {i}",), sms)) for i in _counted(count))
+    pairs = ((_compute(i), _communicate(i, (f"compute {i}",))) for i in _counted(count))
     return Schedule(tuple(step for pair in pairs for step in pair))
 
 
-def split(layers: int, parts: int = 2, sms: int | None = None) -> Schedule:
+def split(layers: int, parts: int = 2) -> Schedule:
     """Communicate the result of one part of a batch during another part's layer.
 
     Each layer of a part needs the communicated result of its previous layer. The steps of layer 3, part 1 are ``compute
@@ -181,18 +176,18 @@ def split(layers: int, parts: int = 2, sms: int | None = None) -> Schedule:
         for part in _counted(parts, "parts"):
             before = () if layer == 0 else (f"communicate {layer - 1}.{part}",)
             name = f"{layer}.{part}"
-            steps += [_compute(name, before), _communicate(name, (f"compute {name}",), sms)]
+            steps += [_compute(name, before), _communicate(name, (f"compute {name}",))]
     return Schedule(tuple(steps))
 
 
-def beside(sms: int | None = None) -> Schedule:
+def beside() -> Schedule:
     """Communicate the result of ``compute 0`` during ``compute 1``, which does not need it."""
-    return Schedule((_compute(0), _communicate(0, ("compute 0",), sms), _compute(1)))
+    return Schedule((_compute(0), _communicate(0, ("compute 0",)), _compute(1)))
 
 
 def gather_and_scatter() -> Schedule:
     """Gather the input of ``compute 1`` during ``compute 0``, whose result is communicated during ``compute 1``."""
-    gather, scatter = _communicate(0, (), None), _communicate(1, ("compute 0",), None)
+    gather, scatter = _communicate(0, ()), _communicate(1, ("compute 0",))
     return Schedule((gather, _compute(0), scatter, _compute(1, ("communicate 0",))))
 
 
@@ -208,8 +203,8 @@ def _compute(name: int | str, after: tuple[str, ...] = ()) -> Compute:
     return Compute(f"compute {name}", after)
 
 
-def _communicate(name: int | str, after: tuple[str, ...], sms: int | None) -> Communicate:
-    return Communicate(f"communicate {name}", after, sms)
+def _communicate(name: int | str, after: tuple[str, ...]) -> Communicate:
+    return Communicate(f"communicate {name}", after)
 
 
 def _counted(count: int, what: str = "steps") -> Sequence[int]:
