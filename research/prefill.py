@@ -93,7 +93,7 @@ class Form:
 
     def __init__(self, model: CausalLM, tokens: int, overlap: str, stack: contextlib.ExitStack):
         self._tokens, blocks = tokens, -(-(tokens + BLOCK) // BLOCK)
-        decisions = {} if overlap == AUTO else {tokens: Decision(overlap, "to be measured", {}, {}, {})}
+        decisions = {} if overlap == AUTO else {tokens: Decision(overlap, "to be measured", {}, {})}
         limits = blocks, BLOCK, 1, tokens + BLOCK
         self._runner = ModelRunner(model, *limits, 7, (1,), (tokens,), True, AUTO, tokens, decisions)
         stack.callback(self._runner.close)

@@ -84,7 +84,7 @@ def outputs_of(
         decisions = {}
         if overlap in (PLAIN, prefill_forms.BY_COPIES):
             numbers = static or (MEASURED,)
-            decisions = {number: Decision(overlap, "chosen by a test", {}, {}, {}) for number in numbers}
+            decisions = {number: Decision(overlap, "chosen by a test", {}, {}) for number in numbers}
             overlap = "auto"
         runner = ModelRunner(
             model,

@@ -80,7 +80,7 @@ class Rank:
         """Make a runner; ``overlap`` may also be the name of a way, which serves steps of all sizes."""
         decisions = {}
         if overlap in (SEQUENTIAL, prefill_forms.BY_COPIES):
-            decisions = {size: Decision(overlap, "chosen by a test", {}, {}, {}) for size in self.sizes}
+            decisions = {size: Decision(overlap, "chosen by a test", {}, {}) for size in self.sizes}
             overlap = "auto"
         options = decode_capture_sizes(SEQUENCES), self.sizes, True, overlap, self.sizes[-1], decisions
         runner = ModelRunner(self.model, self.blocks, BLOCK, SEQUENCES, self.limit, 11, *options)

@@ -60,7 +60,6 @@ def measured(monkeypatch: pytest.MonkeyPatch, forms: PrefillForms, fastest: int)
         return lambda: parts
 
     monkeypatch.setattr("shotcast.overlap.policy.measure", measure)
-    monkeypatch.setattr("shotcast.overlap.policy._predictions", lambda comm, ways: {})
     monkeypatch.setattr("shotcast.overlap.policy._reason_against_overlap", lambda comm: "")
     assert forms.undecided(SIZE)
     forms.decide(SIZE, run_of)

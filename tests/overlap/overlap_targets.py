@@ -161,7 +161,7 @@ def block(ways: Sequence[tuple[str, str]], device: str = "cpu") -> list[dict[str
             grads |= {"down": row.weight.grad, "down bias": row.bias.grad}
             assert len(column.adaptive.decisions) == len(row.adaptive.decisions) == (column_way == "auto")
             for decision in row.adaptive.decisions.values():
-                assert set(decision.predicted_us) == {"sequential", "2 chunks", "4 chunks", "8 chunks"}
+                assert set(decision.median_us) == {"sequential", "2 chunks", "4 chunks", "8 chunks"}
             grads |= {"y": y.detach(), "dx": one.grad}
             found.append({name: value.cpu() for name, value in grads.items() if value is not None})
         lanes.close()

@@ -38,7 +38,6 @@ class Rank:
 def decided(
     monkeypatch: pytest.MonkeyPatch,
     times: Mapping[str, Sequence[float]],
-    predicted: Mapping[str, float] | None = None,
     factor: float = 1.0,
 ) -> tuple[Decision, list[str]]:
     """Decide between ways whose runs take ``times`` in turn, and return the order in which they were timed."""
@@ -57,7 +56,7 @@ def decided(
         def run() -> None:
             current[0] = name
 
-        return Way(name, run, (predicted or {}).get(name))
+        return Way(name, run)
 
     return policy.decide(Rank(factor), [way(name) for name in times]), ran  # type: ignore[arg-type]
 
@@ -87,28 +86,6 @@ def test_a_gain_within_the_noise_is_not_taken(monkeypatch: pytest.MonkeyPatch) -
     decision, _ = decided(monkeypatch, {"sequential": [100.0], "plain": [99.5]})
     assert decision.way == "sequential"
     assert "overlap gains 0.5% at most" in decision.why
-
-
-def test_models_spare_measurements_but_not_of_plain_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ["sequential", "plain", *(f"way {number}" for number in range(8))]
-    predicted = {name: 50.0 + number for number, name in enumerate(names)} | {"sequential": 100.0, "plain": 120.0}
-    predicted |= {"way 0": 99.9, "way 1": 80.0}
-    decision, ran = decided(monkeypatch, {name: [predicted[name]] for name in names}, predicted)
-    assert decision.left_out["way 0"] == "100 us predicted, no less than sequential"
-    assert decision.left_out["way 1"] == "80 us predicted, where 54 are possible"
-    assert {"sequential", "plain"} <= set(ran)
-    assert "way 0" not in ran
-    assert "4 others are predicted to be faster" in decision.left_out.values()
-    assert decision.way == "way 2"
-    assert "not measured: way 0 (100 us" in str(decision)
-
-
-def test_the_most_promising_overlap_is_always_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Predictions alone never rule out all overlap."""
-    predicted = {"sequential": 100.0, "2 chunks": 110.0, "4 chunks": 120.0}
-    decision, ran = decided(monkeypatch, {"sequential": [100.0], "2 chunks": [70.0], "4 chunks": [60.0]}, predicted)
-    assert decision.way == "2 chunks"
-    assert "4 chunks" not in ran
 
 
 def test_the_slowest_rank_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +126,7 @@ def test_a_way_with_other_results_is_not_taken(
             current[0] = name
             return result
 
-        return Way(name, run, times[name])
+        return Way(name, run)
 
     right = [torch.tensor([1.0, float("nan"), -0.0]), (torch.ones(2, 2).t(),)]
     ways = [way("sequential", right), way("fused", [torch.tensor(given), (torch.ones(2, 2),)]), way("wild", None)]
@@ -167,5 +144,5 @@ def test_a_way_with_other_results_on_another_rank_is_not_taken(monkeypatch: pyte
 
     monkeypatch.setattr(policy, "_time_us", lambda comm, run: 5.0)
     comm: Any = Other()
-    ways = [Way("sequential", lambda: torch.ones(2), 9.0), Way("fused", lambda: torch.ones(2), 5.0)]
+    ways = [Way("sequential", lambda: torch.ones(2)), Way("fused", lambda: torch.ones(2))]
     assert policy.decide(comm, ways, checked=["fused"]).left_out.keys() == {"fused"}

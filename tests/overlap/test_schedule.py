@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,19 @@ from overlap_bench.own import prefetch
 
 from shotcast.errors import ConfigError
 from shotcast.overlap import schedule
-from shotcast.overlap.schedule import Communicate, Compute, Order, Schedule, Step, makespan_us
+from shotcast.overlap.schedule import Communicate, Compute, Order, Schedule, Step
+
+
+def makespan_us(plan: Schedule, durations_us: Mapping[str, float], lanes: int = 1) -> float:
+    """Return the time of a schedule whose steps take ``durations_us`` regardless of concurrent work."""
+    order = plan.order(lanes)
+    free = [0.0] * (lanes + 1)
+    end: dict[str, float] = {}
+    for step in plan.steps:
+        lane = order.lanes[step.name]
+        begin = max([free[lane], *(end[name] for name in step.after)])
+        free[lane] = end[step.name] = begin + durations_us[step.name]
+    return max(free)
 
 
 @st.composite

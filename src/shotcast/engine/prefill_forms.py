@@ -81,7 +81,7 @@ class PrefillForms:
     def undecided(self, size: int) -> bool:
         """Return whether halves of a step of ``size`` tokens still need to be compared with the whole. Collective."""
         if size not in self.decisions and (why := self._reason or self._whole_reason(size)):
-            self.decisions[size] = Decision(SEQUENTIAL, why, {}, {}, {})
+            self.decisions[size] = Decision(SEQUENTIAL, why, {}, {})
         return size not in self.decisions
 
     def _whole_reason(self, size: int) -> str:

@@ -31,18 +31,12 @@ class Adaptive:
         self._comm, self.way = comm, way
         self.decisions: dict[Hashable, Decision] = {}
 
-    def run(
-        self,
-        shape: Hashable,
-        ways: Mapping[str, Callable[[], T]],
-        predict: Callable[[], Mapping[str, float]] = dict,
-    ) -> T:
+    def run(self, shape: Hashable, ways: Mapping[str, Callable[[], T]]) -> T:
         """Do the work in one of ``ways``, which must be repeatable.
 
         Nothing is measured inside a graph capture: unknown shapes run sequentially.
 
-        Decisions are made per ``shape``. The sequential mode comes first. ``predict`` returns predicted times in
-        microseconds when a shape first occurs.
+        Decisions are made per ``shape``. The sequential mode comes first.
         """
         if self.way != AUTO:
             return ways.get(self.way, ways[SEQUENTIAL])()
@@ -50,9 +44,7 @@ class Adaptive:
         if decision is None:
             if len(ways) == 1 or (self._comm.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
                 return ways[SEQUENTIAL]()
-            times = predict()
-            choices = [Way(name, run, times.get(name)) for name, run in ways.items()]
-            decision = decide(self._comm, choices)
+            decision = decide(self._comm, [Way(name, run) for name, run in ways.items()])
             if len(self.decisions) >= MOST_KEPT:  # the oldest is forgotten: the same on all ranks that do the same work
                 del self.decisions[next(iter(self.decisions))]
             self.decisions[shape] = decision

@@ -12,8 +12,8 @@ from shotcast.errors import ConfigError
 from shotcast.overlap import schedule
 from shotcast.overlap.controller import Communication, Computation, Controller, numbered
 from shotcast.overlap.lanes import HIGH, LOW, Lanes, StreamLanes, lanes_of
-from shotcast.overlap.policy import AUTO, PLAIN, SEQUENTIAL, Decision, Way, agree_on, agreed, decide
-from shotcast.overlap.schedule import Schedule, makespan_us
+from shotcast.overlap.policy import AUTO, PLAIN, SEQUENTIAL, Decision, Way, agree_on, decide
+from shotcast.overlap.schedule import Schedule
 from shotcast.overlap.timeline import Timeline
 from shotcast.overlap.torch_private import leave_sms
 
@@ -69,7 +69,7 @@ class Chain:
         """Run the chain once and return what each communication returned. The first call also decides how."""
         self._agree()
         if self._way == AUTO:
-            self.decision = self._decide()
+            self.decision = decide(self._comm, self.ways(), checked=(LIBRARY,))
             self._way = self.decision.way
         return self._run(self._way)
 
@@ -141,20 +141,6 @@ class Chain:
         controller, plan = self._parts(way)
         results = controller.run(plan, *self._works(way))
         return [results[f"communicate {number}"] for number in range(len(self._computations))]
-
-    def _decide(self) -> Decision:
-        self._run(SEQUENTIAL)  # kernels compile
-        controller, plan = self._parts(SEQUENTIAL)
-        _, timeline = controller.timed(plan, *self._works(SEQUENTIAL))
-        names = [step.name for step in self._plan.steps]
-        times = timeline.durations_us
-        agreed_us = dict(zip(names, agreed(self._comm, [times[name] for name in names]), strict=True))
-        total = sum(agreed_us.values())
-        ways = []
-        for way in self.ways():
-            lanes = 0 if way.name == SEQUENTIAL else self._lanes[way.name].count
-            ways.append(Way(way.name, way.run, makespan_us(self._plan, agreed_us, lanes) if lanes else total))
-        return decide(self._comm, ways, checked=(LIBRARY,))
 
 
 def chain(

@@ -29,8 +29,7 @@ from shotcast.overlap.adaptive import Adaptive, bucket
 from shotcast.overlap.chains import in_place_sum
 from shotcast.overlap.controller import Controller, numbered
 from shotcast.overlap.lanes import Lanes, lanes_of
-from shotcast.overlap.policy import AUTO, PLAIN, SEQUENTIAL, Way, measure, model_us
-from shotcast.overlap.schedule import makespan_us
+from shotcast.overlap.policy import AUTO, PLAIN, SEQUENTIAL
 
 CHUNKS = (2, 4, 8)
 """The numbers of chunks into which a row-parallel layer may divide its rows."""
@@ -389,23 +388,4 @@ class RowParallelLinear(_Divided):
             if self._comm.world_size > 1 and x.shape[0] >= count * _LEAST_ROWS:
                 ways[f"{count} chunks"] = lambda count=count: in_chunks(count)  # type: ignore[misc]
 
-        def predict() -> dict[str, float]:
-            """Predict the time of each number of chunks from the times of the whole product and sum."""
-            out = x.new_empty(x.shape[0], weight.shape[1])
-            alone = (
-                Way("product", lambda: torch.mm(x, weight, out=out)),
-                Way("sum", lambda: in_place_sum(self._comm, out, self._sms)),
-            )
-            product_us, sum_us = measure(self._comm, alone, 3).values()
-            whole_us = model_us(self._comm, out)
-            found = {SEQUENTIAL: product_us + sum_us}
-            for count in CHUNKS:
-                chunk = out.chunk(count)[0]
-                part_us = model_us(self._comm, chunk)  # another algorithm may serve a chunk
-                share = part_us / whole_us if part_us and whole_us else chunk.shape[0] / out.shape[0]
-                times = {f"compute {i}": product_us / count for i in range(count)}
-                times |= {f"communicate {i}": sum_us * share for i in range(count)}
-                found[f"{count} chunks"] = makespan_us(schedule.chain(count), times)
-            return found
-
-        return self.adaptive.run((bucket(x.shape[0]), x.dtype), ways, predict)
+        return self.adaptive.run((bucket(x.shape[0]), x.dtype), ways)

@@ -1,14 +1,13 @@
-"""The overlap policy: how to run work that could overlap, from models and then measurements, and why.
+"""The overlap policy: how to run work that could overlap, from measurements, and why.
 
-Overlap can lose: communication takes cores or multiprocessors from computation. So the sequential mode and plain
-overlap are always measured, and nothing more than 2% slower than the better of them is chosen.
+Overlap can lose: communication takes cores or multiprocessors from computation. So all modes and the sequential one are
+measured, and nothing more than 2% slower than the best of them is chosen.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -17,13 +16,11 @@ from typing import Any
 
 import torch
 
-from shotcast.collectives.choice.select import predicted_us
 from shotcast.collectives.communicator import Communicator
 from shotcast.errors import ConfigError
 from shotcast.hardware.detect import available_cores
 from shotcast.overlap.lanes import one_hardware_queue
 from shotcast.overlap.schedule import Schedule
-from shotcast.wire import Op
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +28,6 @@ ROUNDS = 5
 """The number of measurement rounds, each of which runs every mode once; the median counts."""
 WORTH = 1.01
 """The ratio of times from which overlap is used; noise is below it."""
-MOST_MEASURED = 4
-"""The number of modes measured in addition to the sequential one and plain overlap."""
 
 AUTO, SEQUENTIAL, PLAIN = "auto", "sequential", "plain"
 """Mode names: measure all; a product, then a collective; both at once."""
@@ -44,7 +39,6 @@ class Way:
 
     name: str  # the same on all ranks
     run: Callable[[], Any]  # does it once. Every rank calls it
-    predicted_us: float | None = None  # what the models say that it takes; None where they say nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +49,12 @@ class Decision:
         way: the name of the chosen mode.
         why: the reason, in words.
         median_us: the median time of each measured mode, on the slowest rank.
-        predicted_us: predicted times, for the modes that models cover.
         left_out: why other modes were not measured.
     """
 
     way: str
     why: str
     median_us: Mapping[str, float]
-    predicted_us: Mapping[str, float]
     left_out: Mapping[str, str]
 
     def __str__(self) -> str:
@@ -96,21 +88,12 @@ def agree_on(comm: Communicator, plan: Schedule, *settings: object) -> None:
         )
 
 
-def model_us(comm: Communicator, x: torch.Tensor) -> float | None:
-    """Return the cost model's time of an all-reduce by the algorithm that would serve it; None if a library does."""
-    explained = comm.explain(x)
-    if explained.by_library:
-        return None
-    return predicted_us(comm.topology, Op.ALL_REDUCE, explained.dtype, explained.nbytes, explained.algorithm)
-
-
 def decide(comm: Communicator, ways: Sequence[Way], checked: Collection[str] = ()) -> Decision:
     """Choose among ``ways``. Collective: every rank passes the same ones, and each runs several times.
 
     Args:
         comm: the communicator, which nothing else may use meanwhile.
-        ways: the first is the sequential one; a plain overlap is named ``plain``. If there is none, the way predicted
-            to be the fastest takes its place.
+        ways: the first is the sequential one.
         checked: the names of ways to compare with the sequential one before measuring. A way whose results (the tensors
             that ``run`` returns) have different bits on any rank is dropped.
 
@@ -119,32 +102,14 @@ def decide(comm: Communicator, ways: Sequence[Way], checked: Collection[str] = (
     """
     if not ways or ways[0].name != SEQUENTIAL:
         raise ConfigError("the first way is the sequential one")
-    predicted, left_out, chosen = _predictions(comm, ways), dict[str, str](), list[Way]()
-    best = min(predicted.values(), default=math.inf)
-    plain = PLAIN
-    if all(way.name != PLAIN for way in ways):
-        plain = min((way.name for way in ways[1:]), key=lambda name: predicted.get(name, math.inf), default=PLAIN)
-    for way in ways:
-        time_us = predicted.get(way.name)
-        if way.name in (SEQUENTIAL, plain) or time_us is None:
-            chosen.append(way)
-        elif time_us * WORTH > predicted.get(SEQUENTIAL, math.inf):
-            left_out[way.name] = f"{time_us:.0f} us predicted, no less than sequential"
-        elif time_us > 1.25 * best:
-            left_out[way.name] = f"{time_us:.0f} us predicted, where {best:.0f} are possible"
-        else:
-            chosen.append(way)
-    others = [way for way in chosen if way.name not in (SEQUENTIAL, plain)]
-    for way in sorted(others, key=lambda way: predicted.get(way.name, math.inf))[MOST_MEASURED:]:
-        chosen.remove(way)
-        left_out[way.name] = f"{MOST_MEASURED} others are predicted to be faster"
+    left_out, chosen = dict[str, str](), list(ways)
     for name in _different(comm, [way for way in chosen if way.name in (SEQUENTIAL, *checked)]):
         chosen = [way for way in chosen if way.name != name]
         left_out[name] = "its results differ from those one after the other"
         logger.error("overlap: way %r is left out, as its results differ from those one after the other", name)
     median_us = measure(comm, chosen)
     name, why = _choose(comm, median_us)
-    return Decision(name, why, median_us, predicted, left_out)
+    return Decision(name, why, median_us, left_out)
 
 
 def _different(comm: Communicator, ways: Sequence[Way]) -> list[str]:
@@ -170,12 +135,6 @@ def _same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
     if x.shape != y.shape or x.dtype != y.dtype:
         return False
     return torch.equal(*(one.contiguous().view(-1).view(torch.uint8) for one in (x, y)))  # NaN equals NaN
-
-
-def _predictions(comm: Communicator, ways: Sequence[Way]) -> dict[str, float]:
-    """Return the predictions available on all ranks, each for the slowest rank."""
-    own = [math.inf if way.predicted_us is None else way.predicted_us for way in ways]
-    return {way.name: time_us for way, time_us in zip(ways, agreed(comm, own), strict=True) if not math.isinf(time_us)}
 
 
 def measure(comm: Communicator, ways: Sequence[Way], rounds: int = ROUNDS) -> dict[str, float]:

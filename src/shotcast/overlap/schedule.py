@@ -144,18 +144,6 @@ def _order(schedule: Schedule, lanes: int) -> Order:
     return Order(lane_of, waits, frozenset(first), tuple(last))
 
 
-def makespan_us(schedule: Schedule, durations_us: Mapping[str, float], lanes: int = 1) -> float:
-    """Return the time of a schedule whose steps take ``durations_us`` regardless of concurrent work."""
-    order = schedule.order(lanes)
-    free = [0.0] * (lanes + 1)
-    end: dict[str, float] = {}
-    for step in schedule.steps:
-        lane = order.lanes[step.name]
-        begin = max([free[lane], *(end[name] for name in step.after)])
-        free[lane] = end[step.name] = begin + durations_us[step.name]
-    return max(free)
-
-
 # -- builders ---------------------------------------------------------------------------------------------------------
 
 
