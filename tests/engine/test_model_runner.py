@@ -42,7 +42,7 @@ from shotcast.engine.input_batch import (
 from shotcast.engine.model_runner import ModelRunner
 from shotcast.engine.outputs import EngineCoreOutput, ModelRunnerOutput
 from shotcast.engine.prefill import PrefillGraphs, PrefillOverlap
-from shotcast.engine.prefill_forms import BY_COPIES, HALVES, PrefillForms
+from shotcast.engine.prefill_forms import BY_COPIES, HALVES, WHOLE, PrefillForms
 from shotcast.engine.requests import Request
 from shotcast.engine.sampler import Sampler
 from shotcast.engine.sampling_params import SamplingParams
@@ -663,6 +663,31 @@ def test_sums_on_few_sms_lie_in_mapped_memory_that_is_made_once() -> None:
         assert parts[1].data_ptr() == made[0][first:].data_ptr()
     assert len(made) == 1
     assert made[0].dtype == torch.float16
+
+
+def test_steps_near_a_measured_size_take_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = prefill_capture_sizes(2048)
+    tables, last_tokens = torch.zeros(5, 2, dtype=torch.int32), torch.zeros(5, dtype=torch.int64)
+    model: Any = SimpleNamespace(
+        max_tile_tokens=lambda size: 32,
+        config=SimpleNamespace(hidden=8),
+        dtype=torch.float32,
+        parallel=SimpleNamespace(last=True),
+    )
+    state = DeviceState(model, [], tables, last_tokens, None)
+    forms = PrefillForms(model, "off", {})
+    made = PrefillGraphs(state, sizes, (4,), CudaGraphs(torch.device("cpu"), HostStepTimer()), forms)
+    decided: list[int] = []
+
+    def decide(graphs: PrefillGraphs, size: int) -> None:
+        decided.append(size)
+        graphs._parts[size] = HALVES if size in (1152, 576) else WHOLE
+
+    monkeypatch.setattr(PrefillGraphs, "_decide", decide)
+    made.capture()
+    assert decided == [2048, 1536, 1152, 832, 576, *(size for size in reversed(sizes) if size < 512)]
+    halves = [size for size in sizes if made._parts[size] == HALVES]
+    assert halves == [512, 576, 896, 960, 1024, 1152]
 
 
 def test_the_packed_step_has_room_for_the_size_that_needs_most() -> None:

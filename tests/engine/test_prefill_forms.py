@@ -42,7 +42,7 @@ def forms_of(
     monkeypatch.setattr(prefill_forms, "_share_gpus", lambda comm: False)
     monkeypatch.setattr(PrefillForms, "_half", lambda self, size: None)
     reason = others.pop("unsupported_reason", "")
-    comm = Comm("cuda" if static else "cpu", others.pop("network", "tcp"))
+    comm = Comm("cuda" if static else "cpu", others.pop("network", "" if static else "tcp"))
     parallel = SimpleNamespace(**{"comm": comm, "size": 2, "stages": 1, "algorithm": "auto"} | others)
     model: Any = SimpleNamespace(parallel=parallel, overlap_unsupported_reason=reason)
     return PrefillForms(model, overlap, {} if decisions is None else decisions, static)
@@ -67,12 +67,21 @@ def measured(monkeypatch: pytest.MonkeyPatch, forms: PrefillForms, fastest: int)
     return asked
 
 
-@pytest.mark.parametrize(("static", "halves"), [(True, BY_COPIES), (False, PLAIN)])
+@pytest.mark.parametrize(
+    ("others", "halves"),
+    [
+        ({}, BY_COPIES),
+        ({"network": "nvshmem"}, PLAIN),
+        ({"network": "nvshmem", "algorithm": "nvrar"}, PLAIN),
+        ({"static": False}, PLAIN),
+    ],
+)
 @pytest.mark.parametrize("fastest", [WHOLE, HALVES])
 def test_the_faster_one_is_taken_and_the_decision_says_why(
-    monkeypatch: pytest.MonkeyPatch, fastest: int, static: bool, halves: str
+    monkeypatch: pytest.MonkeyPatch, fastest: int, others: dict[str, Any], halves: str
 ) -> None:
-    forms = forms_of(monkeypatch, static=static)
+    forms = forms_of(monkeypatch, **others)
+    assert forms.by_copies == (halves == BY_COPIES)
     assert measured(monkeypatch, forms, fastest) == [SEQUENTIAL, halves]
     assert forms.parts(SIZE) == fastest
     decision = forms.decisions[SIZE]

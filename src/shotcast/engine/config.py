@@ -110,7 +110,7 @@ class EngineConfig:
         prefix_caching: keep the keys and values of finished requests while there is room, for prompts with the same
             prefix.
         overlap: compute the halves of long prompts in turn, so that one communicates while the other computes: ``auto``
-            if a measurement at startup finds a gain, on GPUs of one node and on CPU ranks of several; or ``off``.
+            if a measurement at startup finds a gain, on GPUs and on CPU ranks of several nodes; or ``off``.
             Products with other numbers of rows may round differently.
         algorithm: the algorithm of the all-reduces, as in :meth:`Communicator.all_reduce`; ``ring`` is not fused with
             norms.

@@ -139,7 +139,7 @@ class PrefillGraphs:
         decided = 0
         for size in reversed(self._sizes):
             if decided and size >= LEAST_TOKENS[True] and size > decided * _SHARED_DECISION:
-                self._form[size] = self._form[decided]
+                self._parts[size] = self._parts[decided]
             else:
                 self._decide(size)
                 decided = size
@@ -205,7 +205,8 @@ class PrefillGraphs:
                 hidden = model.hidden(batches[0], caches)
             else:
                 assert self._forms.controller is not None
-                hidden = torch.cat(model.hidden_of_parts(batches, caches, self._forms.controller, copy_engines=True))
+                by_copies = self._forms.by_copies
+                hidden = torch.cat(model.hidden_of_parts(batches, caches, self._forms.controller, by_copies))
             if hidden is not None:
                 torch.index_select(hidden, 0, packed[layout.logits_indices], out=self._last_hidden)
 

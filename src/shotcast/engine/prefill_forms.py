@@ -1,9 +1,9 @@
 """The choice between steps with prompts as a whole and in halves, one of which communicates while the other computes.
 
-On GPUs, copy engines sum the halves, which leaves the SMs to the matmuls; then sums are not fused with norms. Halves
-can lose: their matmuls are smaller, each of them may read all weights, and their messages may be too short for the
-algorithm of the whole. So both are measured for each step size when the engine starts. Each size is decided once,
-identically on all ranks.
+On GPUs of one node, copy engines sum the halves, which leaves the SMs to the matmuls; then sums are not fused with
+norms. Halves can lose: their matmuls are smaller, each of them may read all weights, and their messages may be too
+short for the algorithm of the whole. So both are measured when the engine starts, and each size of a step is decided
+once, identically on all ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ products of twice as many, on GPUs up to a few hundred rows, where a product tak
 WHOLE, HALVES = 1, 2
 """The number of parts that the tokens of a step are divided into."""
 BY_COPIES = "copy engines"
-"""The name of the mode whose halves copy engines sum, on static memory."""
+"""The name of the mode whose halves copy engines sum, on GPUs of one node."""
 
 
 def overlap_unsupported_reason(parallel: Parallel, overlap: str, static: bool) -> str:
@@ -41,11 +41,11 @@ def overlap_unsupported_reason(parallel: Parallel, overlap: str, static: bool) -
     if parallel.size == 1 or parallel.stages > 1:
         return "one stage of several ranks has sums to hide"
     comm = parallel.comm
+    if comm.topology.network.name:
+        return ""
     if static:
         return f"algorithm {parallel.algorithm} was named" if parallel.algorithm != "auto" else ""
-    if comm.device.type == "cpu" and not comm.topology.network.name:
-        return "CPU ranks of one node wait for no network"
-    return ""
+    return "CPU ranks of one node wait for no network" if comm.device.type == "cpu" else ""
 
 
 def _share_gpus(comm: Communicator) -> bool:
@@ -60,7 +60,7 @@ class PrefillForms:
 
     Args:
         decisions: earlier decisions by number of tokens; later ones are added.
-        static: steps have static memory, and copy engines sum their halves.
+        static: steps have static memory.
 
     Attributes:
         controller: runs the halves of steps; None if no step is divided.
@@ -69,9 +69,13 @@ class PrefillForms:
 
     def __init__(self, model: CausalLM, overlap: str, decisions: dict[int, Decision], static: bool = True):
         self._model, self.decisions, self._static = model, decisions, static
-        self._halves = BY_COPIES if static else PLAIN
         self._reason = overlap_unsupported_reason(model.parallel, overlap, static) or model.overlap_unsupported_reason
         self.controller = None if self._reason else Controller(lanes_of(model.parallel.comm))
+
+    @property
+    def by_copies(self) -> bool:
+        """Return whether copy engines sum the halves, which they do on GPUs of one node."""
+        return self._static and not self._model.parallel.comm.topology.network.name
 
     def parts(self, size: int) -> int:
         """Return how many parts a step of ``size`` tokens is computed in: ``WHOLE`` or ``HALVES``."""
@@ -89,7 +93,7 @@ class PrefillForms:
         least, parallel = LEAST_TOKENS[self._static], self._model.parallel
         if size < least:
             return f"steps of fewer than {least} tokens are not divided"
-        if self._static and COPY_ENGINES not in parallel.comm.candidates(self._half(size), "all_reduce"):
+        if self.by_copies and COPY_ENGINES not in parallel.comm.candidates(self._half(size), "all_reduce"):
             return "copy engines do not serve the sums of its halves"
         if _share_gpus(parallel.comm):
             return "ranks take turns on a GPU, so nothing runs at once"
@@ -106,7 +110,7 @@ class PrefillForms:
         Args:
             run_of: returns a function that computes a step of this size in so many parts.
         """
-        ways = [Way(SEQUENTIAL, run_of(WHOLE)), Way(self._halves, run_of(HALVES))]
+        ways = [Way(SEQUENTIAL, run_of(WHOLE)), Way(BY_COPIES if self.by_copies else PLAIN, run_of(HALVES))]
         self.decisions[size] = decide(self._model.parallel.comm, ways)
         logger.info("steps of %d tokens: %s", size, self.decisions[size])
 
