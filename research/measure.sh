@@ -197,7 +197,7 @@ for part in "$@"; do
         unset SHOTCAST_RANKS_PER_NODE
         ;;
     peers_x[248]) # beside NCCL, SGLang and FlashInfer in turns; LD_PRELOAD brings another NCCL
-        script 300 "$part" -m torch.distributed.run --nproc-per-node "$ranks" research/peer_turns.py --json "$out/$part.json"
+        script 590 "$part" -m torch.distributed.run --nproc-per-node "$ranks" research/peer_turns.py --json "$out/$part.json"
         ;;
     tests_cuda_x[248]) # four processes at once, as most of the time is spent on compiling
         tests 400 "cuda_a_x$ranks" "$plain::test_numerics[$ranks]" "$plain::test_graphs_replay_on_changed_inputs[$ranks]" \

@@ -289,8 +289,8 @@ def in_turns(
     return rows
 
 
-def measure(sizes: list[int], tokens: list[int]) -> list[dict[str, Any]]:
-    """Return the rows of all contenders; as one rank."""
+def measure(sizes: list[int], tokens: list[int]) -> Iterator[list[dict[str, Any]]]:
+    """Yield the rows of all contenders, message by message; as one rank."""
     rank = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
@@ -298,12 +298,11 @@ def measure(sizes: list[int], tokens: list[int]) -> list[dict[str, Any]]:
     job = Job(dist.get_rank(), dist.get_world_size(), device, dist.new_group(backend="gloo"))
     installed = [(Ours, ""), (Nccl, ""), (Sglang, "sglang"), (FlashInfer, "flashinfer")]
     peers = [kind(job, max(sizes, default=0)) for kind, name in installed if not name or importlib.util.find_spec(name)]
-    rows = []
     for nbytes in sizes:
         parts = [job.values(1, rank, nbytes // 2).double() for rank in range(job.size)]
         total, bound = sum(parts), sum(part.abs() for part in parts) * 2.0**-8
         contenders = (one for peer in peers for one in peer.sums(parts[job.rank].bfloat16()))
-        rows += in_turns(job, contenders, total, bound, {"op": "all_reduce", "tokens": 0, "bytes": nbytes})
+        yield in_turns(job, contenders, total, bound, {"op": "all_reduce", "tokens": 0, "bytes": nbytes})
     for count in tokens:
         parts = [job.values(2, rank, count, HIDDEN).double() for rank in range(job.size)]
         residual, weight = job.values(2, 99, count, HIDDEN), 1 + 0.1 * job.values(3, 99, HIDDEN)
@@ -311,9 +310,8 @@ def measure(sizes: list[int], tokens: list[int]) -> list[dict[str, Any]]:
         normed = added * (added.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight.double()
         contenders = (one for peer in peers for one in peer.norms(parts[job.rank].bfloat16(), residual, weight))
         facts = {"op": "all_reduce_rms_norm", "tokens": count, "bytes": 2 * count * HIDDEN}
-        rows += in_turns(job, contenders, normed, normed.abs() * 2.0**-7 + 2.0**-6, facts)
+        yield in_turns(job, contenders, normed, normed.abs() * 2.0**-7 + 2.0**-6, facts)
     peers[0].comm.check()
-    return rows
 
 
 def table_of(rows: list[dict[str, Any]]) -> Table:
@@ -333,6 +331,13 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
+def nccl_version() -> str:
+    """Return the version of the library that runs."""
+    from torch._C._distributed_c10d import ProcessGroupNCCL  # CPU builds have none
+
+    return ".".join(map(str, ProcessGroupNCCL.get_runtime_nccl_version()))
+
+
 def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default=SIZES, help="bytes of plain messages")
@@ -344,14 +349,18 @@ def options() -> argparse.ArgumentParser:
 def main() -> None:
     asked = options().parse_args()
     sizes = [parse_size(one) for one in asked.sizes.split(",") if one]
-    rows = measure(sizes, [int(one) for one in asked.tokens.split(",") if one])
+    rows: list[dict[str, Any]] = []
+    facts: dict[str, str] = {}
+    for found in measure(sizes, [int(one) for one in asked.tokens.split(",") if one]):
+        rows += found
+        if dist.get_rank() != 0:
+            continue
+        print(*found, sep="\n", flush=True)
+        if asked.json:  # what is measured is kept if the rest is cut off
+            facts = facts or kernels.of_collectives("cuda")
+            write(asked.json, rows, facts, nccl_version=nccl_version())
     if dist.get_rank() == 0:
         Console(width=200).print(table_of(rows))
-        if asked.json:
-            from torch._C._distributed_c10d import ProcessGroupNCCL  # CPU builds have none
-
-            nccl = ".".join(map(str, ProcessGroupNCCL.get_runtime_nccl_version()))
-            write(asked.json, rows, kernels.of_collectives("cuda"), nccl_version=nccl)
     dist.barrier()
     os._exit(0)  # peers leave memory that others have mapped
 

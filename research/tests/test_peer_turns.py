@@ -14,13 +14,13 @@ FACTS = {"op": "all_reduce", "tokens": 0, "bytes": 8}
 def test_a_wrong_sum_is_not_timed() -> None:
     contenders = [Contender("other", lambda: torch.tensor([1.0, 2.5]))]
     with pytest.raises(ValueError, match=r"other is off by 0\.5: .*'bytes': 8"):
-        peer_turns.in_turns(JOB, contenders, torch.tensor([1.0, 2.0]).double(), 0.25, FACTS)
+        peer_turns.in_turns(JOB, contenders, torch.tensor([1.0, 2.0]).double(), torch.tensor(0.25), FACTS)
 
 
 def test_nan_is_wrong() -> None:
     contenders = [Contender("other", lambda: torch.tensor([float("nan")]))]
     with pytest.raises(ValueError, match="other is off"):
-        peer_turns.in_turns(JOB, contenders, torch.zeros(1).double(), 0.25, FACTS)
+        peer_turns.in_turns(JOB, contenders, torch.zeros(1).double(), torch.tensor(0.25), FACTS)
 
 
 def test_ratios_are_to_the_best_of_the_others() -> None:

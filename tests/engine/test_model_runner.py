@@ -530,16 +530,26 @@ def test_a_step_with_prompts_takes_the_next_size(most: int, data: st.DataObject)
     assert sizes[-1] == most
     assert len(sizes) <= 56
     count = data.draw(st.integers(1, most))
-    assert min(size for size in sizes if size >= count) <= max(
-        16, 2 * count if count <= 64 else count + 63, 1.125 * count
-    )
+    padded = min(size for size in sizes if size >= count)
+    assert padded <= max(16, 2 * count if count <= 128 else 1.5 * count)
+    assert count <= 512 or padded <= max(count + 63, 1.125 * count)
 
 
 def test_prefill_sizes_match_the_documentation() -> None:
     assert prefill_capture_sizes(16) == (16,)
     assert prefill_capture_sizes(100) == (16, 32, 64, 100)
     assert prefill_capture_sizes(50, 100) == (16, 32, 50, 64, 100)
-    assert prefill_capture_sizes(2048) == (16, 32, 64, *range(128, 1024, 64), *range(1024, 2049, 128))
+    assert prefill_capture_sizes(2048) == (
+        16,
+        32,
+        64,
+        128,
+        192,
+        256,
+        384,
+        *range(512, 1024, 64),
+        *range(1024, 2049, 128),
+    )
 
 
 BLOCK, ROWS, WIDTH = 4, 6, 30

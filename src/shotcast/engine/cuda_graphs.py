@@ -40,14 +40,16 @@ def decode_capture_sizes(max_num_seqs: int) -> tuple[int, ...]:
 def prefill_capture_sizes(*limits: int) -> tuple[int, ...]:
     """Return the numbers of tokens for which graphs of steps with prompts are captured, ascending.
 
-    They are ``limits``, which steps often have, and up to the largest of these powers of two from 16 to 128; from there
-    they are 64 apart, and an eighth of a power of two from 1024 on: 16, 32, 64, 128, 192, ..., 1024, 1152, ... A
-    smaller step takes as long as reading the weights; a larger one takes time for each token of padding.
+    They are ``limits``, which steps often have, and up to the largest of these powers of two from 16 to 128, and powers
+    of two with one size between up to 512; from there they are 64 apart, and an eighth of a power of two from 1024 on:
+    16, 32, 64, 128, 192, 256, 384, 512, 576, ..., 1024, 1152, ... A smaller step takes little longer than reading the
+    weights; a larger one takes time for each token of padding.
     """
     sizes, size = set(limits), 16
     while size < max(limits):
         sizes.add(size)
-        size += size if size < 128 else max(64, (1 << (size.bit_length() - 1)) // 8)
+        power = 1 << (size.bit_length() - 1)
+        size += size if size < 128 else power // 2 if size < 512 else max(64, power // 8)
     return tuple(sorted(sizes))
 
 
