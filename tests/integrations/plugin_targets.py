@@ -9,6 +9,7 @@ import sys
 import time
 import types
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,9 @@ import shotcast
 from shotcast.collectives import reference
 from shotcast.integrations import tensor_parallel
 from shotcast.integrations.vllm import WORKER_CLASS, WORKER_CLASS_OF_VLLM
+
+LINEAR_USERS = "linear", "vocab_parallel_embedding"
+"""The modules of vLLM that call its batch-invariant linear layer."""
 
 
 class _Logged(logging.Handler):
@@ -182,6 +186,50 @@ def vllm_batch_invariant(folder: str) -> str:
     explained = str(ours.sums.communicator.explain(whole))
     tp.destroy()
     return explained
+
+
+def vllm_linear(folder: str) -> list[str]:
+    """Compute linear layers in vLLM's batch-invariant mode. Return what was logged."""
+    logged = _begin(folder)
+    tp = _vllm_group("tp")
+    own = importlib.import_module("vllm.model_executor.layers.batch_invariant").linear_batch_invariant
+    layers = [importlib.import_module(f"vllm.model_executor.layers.{name}") for name in LINEAR_USERS]
+    functions = [layer.linear_batch_invariant for layer in layers]
+    tp.destroy()
+    if own in functions:
+        assert functions == [own] * 2
+        return logged
+    from shotcast.integrations import vllm_linear
+    from shotcast.kernels.triton import batch_invariant_gemm
+
+    assert functions == [vllm_linear.linear_batch_invariant] * 2
+    linear = functions[0]
+    x, weight, bias = torch.randn(2, 3, 32), torch.randn(6, 32), torch.randn(6)
+    assert torch.equal(linear(x, weight, bias), own(x, weight, bias))  # a CPU's, which our kernel does not serve
+    meta = torch.compile(linear, backend="eager", fullgraph=True)(x.to("meta"), weight.to("meta"))
+    assert (meta.shape, meta.dtype) == ((2, 3, 6), torch.float32)
+    served: list[tuple[int, ...]] = []
+
+    def kernel(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        served.append(tuple(x.shape))
+        return own(x, weight, bias)
+
+    asked: list[tuple[int, ...]] = []
+
+    def differs(weight: torch.Tensor) -> bool:
+        asked.append(tuple(weight.shape))
+        return weight.shape[0] == 7
+
+    replaced = mock.patch.multiple(batch_invariant_gemm, serves=lambda x, weight: True, differs=differs, linear=kernel)
+    capturing = mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False)
+    with replaced, capturing:
+        half, seven = weight.half(), torch.randn(7, 32)
+        for _ in range(2):
+            assert torch.equal(linear(x.half(), half), own(x.half(), half))
+            assert torch.equal(linear(x, seven), own(x, seven))
+    assert served == [(6, 32)] * 2
+    assert asked == [(6, 32), (7, 32)]
+    return logged
 
 
 def vllm_elastic(folder: str) -> list[str]:

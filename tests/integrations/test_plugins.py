@@ -56,6 +56,27 @@ class TestVllm:
         explained = run(targets.vllm_batch_invariant, 2, str(tmp_path), **{"SHOTCAST_VLLM": "1", name: "1"})
         assert "batch-invariant" in explained[0]
 
+    @pytest.mark.parametrize("bias", ["bias", "offset"])
+    def test_linear_layers_of_the_batch_invariant_mode(self, bias: str, tmp_path: Path) -> None:
+        write_host(tmp_path, VLLM[-1])
+        layers = tmp_path / "vllm" / "model_executor" / "layers"
+        layers.mkdir(parents=True)
+        own = f"def linear_batch_invariant(input, weight, {bias}=None):"
+        body = f"return torch.nn.functional.linear(input, weight, {bias})"
+        (layers / "batch_invariant.py").write_text(f"import torch\n{own}\n    {body}\n")
+        for name in targets.LINEAR_USERS:
+            imported = "from vllm.model_executor.layers.batch_invariant import linear_batch_invariant\n"
+            (layers / f"{name}.py").write_text(imported)
+        for logged in run(targets.vllm_linear, 2, str(tmp_path), SHOTCAST_VLLM="1", VLLM_BATCH_INVARIANT="1"):
+            (said,) = (line for line in logged if line.startswith("vLLM computes"))
+            if bias == "bias":
+                assert said.startswith("vLLM computes layers of (7, 32, torch.float32")
+            else:
+                assert said == (
+                    "vLLM computes the linear layers of its batch-invariant mode: "
+                    "vllm.model_executor.layers.batch_invariant has no linear_batch_invariant(input, weight, bias)"
+                )
+
     def test_elastic_groups_are_vllms(self, tmp_path: Path) -> None:
         write_host(tmp_path, VLLM[-1])
         logged = run(targets.vllm_elastic, 2, str(tmp_path), SHOTCAST_VLLM="1")[0]

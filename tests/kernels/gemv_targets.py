@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from shotcast.kernels.triton import gemv, skinny_gemm
+from shotcast.kernels.triton import batch_invariant_gemm, gemv, skinny_gemm
 from shotcast.kernels.triton.gemv import GemvConfig
 from shotcast.kernels.triton.skinny_gemm import SkinnyGemmConfig
 
@@ -95,3 +95,12 @@ def skinny_gemm_excess(case: SkinnyGemmCase, device: str, summed_in: float = 2**
 
 def skinny_gemm_results(cases: list[SkinnyGemmCase]) -> list[float]:
     return [skinny_gemm_excess(case, "cpu") for case in cases]
+
+
+def batch_invariant_results(cases: list[tuple[int, int, int, str, bool]]) -> list[float]:
+    """Return :func:`excess` of products of rows, inputs, outputs, a dtype and whether there is a bias."""
+    found = []
+    for rows, inputs, outputs, name, biased in cases:
+        x, weight, _, bias = operands(rows, inputs, outputs, getattr(torch, name), False, biased, "cpu")
+        found.append(excess(batch_invariant_gemm.linear(x, weight, bias), x, weight, None, bias, False))
+    return found

@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from gemv_targets import SkinnyGemmCase, excess, operands, skinny_gemm_excess
 
 from shotcast.device.triton.intrinsics import num_sms, shared_memory_per_sm
-from shotcast.kernels.triton import activations, gemv, skinny_gemm
+from shotcast.kernels.triton import activations, batch_invariant_gemm, gemv, skinny_gemm
 from shotcast.layers import quantized
 from shotcast.layers.linear import Linear
 from shotcast.layers.quantized import Float8Rows
@@ -117,3 +117,16 @@ def test_fp8_layer(rows: int, biased: bool) -> None:
         assert bool(((layer(given).double() - exact).abs() <= bound).all())
     gated = layer.gated(x)
     assert isinstance(gated, Float8Rows) == layer.takes_float8(rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("inputs", "outputs"), [(4096, 3072), (2048, 4096), (7168, 4096), (4096, 640), (528, 130)])
+def test_rows_have_the_same_bits_in_every_batch(inputs: int, outputs: int, dtype: torch.dtype) -> None:
+    """Columns are divided into parts for few outputs, and each number of rows takes a tile of its own."""
+    x, weight, _, bias = operands(2048, inputs, outputs, dtype, False, True, "cuda")
+    whole = batch_invariant_gemm.linear(x, weight, bias)
+    assert excess(whole, x, weight, None, bias, False) <= 1
+    for rows in (1, 2, 3, 16, 17, 64, 65, 128, 129, 512, 2047):
+        first = 2048 - rows
+        assert torch.equal(batch_invariant_gemm.linear(x[first:], weight, bias), whole[first:]), rows
+    assert not batch_invariant_gemm.differs(weight)

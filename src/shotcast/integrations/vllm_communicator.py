@@ -42,6 +42,16 @@ def _take_fusion() -> None:
         logger.warning("fuse_allreduce_rms is off, as its kernel would bypass the all-reduce of shotcast: %s", error)
 
 
+def _take_linear() -> None:
+    """Give the linear layers of vLLM's batch-invariant mode our kernels."""
+    try:
+        from shotcast.integrations import vllm_linear
+
+        vllm_linear.install()
+    except Exception as error:
+        logger.warning("vLLM computes the linear layers of its batch-invariant mode: %s", error)
+
+
 class ShotcastCudaCommunicator(CudaCommunicator):
     """vLLM's communicator, with our kernels for supported sums and all-gathers of tensor-parallel groups.
 
@@ -70,6 +80,8 @@ class ShotcastCudaCommunicator(CudaCommunicator):
             self.sums = make_sums(cpu_group, self.device, *modes, _largest_message())
         if self.sums is not None:
             _take_fusion()
+            if envs.VLLM_BATCH_INVARIANT:
+                _take_linear()
 
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
         if self.sums is not None and self.sums.serves(input_):

@@ -136,7 +136,7 @@ _LEAST_ROWS = 16
 _MOST_STAGES = 10
 _LEAST_SPLIT_K = 3
 """The smallest number of parts; dividing in two saves no more than combining the parts costs."""
-_SPARE_BYTES = 12 << 10
+SPARE_BYTES = 12 << 10
 """Shared memory per SM reserved for purposes other than loading ahead."""
 
 
@@ -148,7 +148,7 @@ def row_tile(rows: int) -> int:
 def _stages(rows: int, programs_per_sm: int, memory_bytes: int) -> int:
     """Compute the number of stages, at least 2, that fit in memory with ``programs_per_sm`` programs on an SM."""
     step_bytes = (TILE + row_tile(rows)) * STEP_BYTES
-    return max(2, min(_MOST_STAGES, (memory_bytes - _SPARE_BYTES) // programs_per_sm // step_bytes))
+    return max(2, min(_MOST_STAGES, (memory_bytes - SPARE_BYTES) // programs_per_sm // step_bytes))
 
 
 def _split_k(outputs: int, inputs: int, itemsize: int, num_sms: int) -> int:
