@@ -190,7 +190,7 @@ class CollectiveCall:
     Attributes:
         shape: its nodes and ranks.
         rounds: what ranks send, and whom they wait for.
-        work: its description, of which the bytes that are taken in and converted come at the end.
+        work: its description, of which the bytes that are taken in come at the end.
     """
 
     shape: NodeShape
@@ -219,8 +219,8 @@ class CollectiveCall:
         return cls(shape, rounds, form.work(nbytes, shape, itemsize))
 
     def taken_us(self, link: LinkCost) -> float:
-        """Return the microseconds in which a rank takes in and converts what has arrived."""
-        only = Work(0, 0.0, self.work.taken, self.work.converted)
+        """Return the microseconds in which a rank takes in what has arrived."""
+        only = Work(0, 0.0, self.work.taken)
         return time_us(only, link) - link.fixed_us
 
 

@@ -16,20 +16,20 @@ KIND = {Op.ALL_GATHER: "all_gather", Op.SEND: "send_recv", Op.RECV: "send_recv"}
 
 
 def test_every_kernel_is_called() -> None:
-    called = {(case.kind, case.algorithm) for case in sanitize.cases()}
+    called = {(case.kind, case.algorithm) for case in sanitize.cases("cuda")}
     for algorithm in BUILT_IN:
         for op in algorithm.forms:
             if not (algorithm.library or algorithm.multicast or op in FUSED):
                 kind = KIND.get(op, op.label)
                 assert {(kind, algorithm.name), (kind, "auto")} & called, (op, algorithm.name)
-    assert {case.form for case in sanitize.cases()} == {"", *FUSED_FORMS}
+    assert {case.form for case in sanitize.cases("cuda")} == {"", *FUSED_FORMS}
 
 
 @pytest.mark.full
 def test_ranks_compare_results(capfd: pytest.CaptureFixture[str]) -> None:
     assert sanitize.main(["--device", "cpu", "--tool", "none"]) == 0
     out = capfd.readouterr().out
-    calls = sum(1 for _ in sanitize.cases())
+    calls = sum(1 for _ in sanitize.cases("cpu"))
     assert all(f"rank {rank}: {calls} calls, 0 wrong" in out for rank in (0, 1))
 
 

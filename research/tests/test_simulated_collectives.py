@@ -115,7 +115,6 @@ def test_rounds_are_the_work_that_is_described(name: str, nbytes: int, nodes: in
         len(inside),
         sum(each.nbytes for each in inside),
         call.work.taken,
-        call.work.converted,
         len(between),
         sum(each.nbytes for each in between),
         len(spread),

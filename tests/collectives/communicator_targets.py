@@ -508,13 +508,7 @@ def states() -> None:
         with pytest.raises(TypeError, match=r"^Communicator\.all_reduce\(\) got an unexpected keyword argument 'op'"):
             comm.all_reduce(torch.ones(3), op="sum")
         assert comm.topology.transport.name == "compiled"
-        assert comm.candidates(torch.ones(3)) == [
-            "one_shot",
-            "two_shot",
-            "two_shot_fp8",
-            "ring",
-            "vendor",
-        ]
+        assert comm.candidates(torch.ones(3)) == ["one_shot", "two_shot", "ring", "vendor"]
         assert comm.candidates(torch.ones(3), "broadcast") == ["one_shot", "vendor"]
         assert comm.candidates(torch.ones(3).long()) == ["one_shot", "two_shot", "vendor"]
         for op in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "send", "recv", "barrier"):

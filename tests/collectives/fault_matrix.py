@@ -15,7 +15,7 @@ FAULTS = ("late", "absent", "mismatched", "stopped", "killed")
 """A rank calls after the deadline, never calls, makes another call, is stopped by SIGSTOP, is killed by SIGKILL."""
 PATHS = ("own", "vendor")
 OPERATIONS = {
-    "all_reduce": ("one_shot", "two_shot", "ring", "two_shot_fp8"),
+    "all_reduce": ("one_shot", "two_shot", "ring"),
     "all_reduce_int": ("one_shot", "two_shot"),
     "all_reduce_max": ("one_shot", "two_shot"),
     "reduce_scatter": ("one_shot", "ring"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import os
 import random
 from typing import Any
@@ -16,7 +14,6 @@ from workers import FLOATS, check, inputs, launched, launches, shifted, straggle
 import shotcast
 from executor_calls import clear_after_read_from
 from shotcast.collectives import reference
-from shotcast.collectives.choice import select
 
 FP8 = "two_shot_fp8"
 Outcome = dict[str, Any]
@@ -132,14 +129,10 @@ def bits_of_launches() -> bool:
 
 
 def choices(allow_fp8: bool | None, variable: str) -> Outcome:
-    """Return what a communicator with this argument and environment chooses and does, and what its child chooses.
-
-    The ranks are taken to convert numbers to FP8 as fast as GPUs do, so that FP8 pays.
-    """
-    select.SHARED_MEMORY = dataclasses.replace(select.SHARED_MEMORY, converted_per_ns=math.inf)
+    """Return what a communicator with this argument and environment chooses and does, and what its child chooses."""
     os.environ["SHOTCAST_ALLOW_FP8"] = variable
     with shotcast.Communicator(device="cpu", allow_fp8=allow_fp8, timeout_s=100) as comm:
-        x = torch.zeros(32 << 20)
+        x = torch.zeros(1 << 20)
         explanation = comm.explain(x)
         child = comm.split(0)
         assert child is not None

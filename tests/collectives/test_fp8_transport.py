@@ -120,7 +120,7 @@ def test_auto_takes_fp8_only_where_allowed() -> None:
     """The argument allows it or, without an argument, the environment does."""
     kinds = [(None, "", False), (None, "1", True), (True, "0", True), (False, "1", False), (True, "", True)]
     calls = [(argument, variable) for argument, variable, _ in kinds]
-    for each in shotcast.spawn(in_turn, 2, targets.choices, calls, timeout_s=300):
+    for each in interpreted(in_turn, 2, targets.choices, calls, timeout_s=300, fresh=True):
         for (argument, variable, allowed), outcome in zip(kinds, each, strict=True):
             taken = [outcome[key] == "two_shot_fp8" for key in ("algorithm", "child")]
             assert taken == [allowed] * 2, (argument, variable)

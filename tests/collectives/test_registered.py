@@ -163,7 +163,6 @@ class TestRanks:
     @pytest.mark.parametrize(
         ("what", "message"),
         [
-            ("loses precision", r"algorithm hasty is wrong in its first check, all_reduce of \w+, .*, and should be"),
             ("gathers", r"algorithm gatherer is wrong in its first check, all_to_all of "),
             ("rounds at each hop", r"algorithm ring_too is wrong .*element \d+ has other bits than its reference"),
         ],
@@ -181,7 +180,7 @@ class TestRanks:
             assert "algorithm mine is wrong in its first check, all_reduce of float32" in error
 
     def test_lossy_algorithm_is_chosen_where_allowed(self) -> None:
-        assert set(shotcast.spawn(targets.lossy, 2, timeout_s=300)) == {"hasty"}
+        assert set(shotcast.spawn(targets.lossy, 2, timeout_s=300)) == {"ring_too"}
 
     def test_registrations_that_differ_between_ranks(self) -> None:
         for message in shotcast.spawn(targets.error_of_differing_names, 2, ("mine", "yours"), timeout_s=300):

@@ -71,7 +71,7 @@ def test_results_of_coalesced_calls_are_apart_for_autograd() -> None:
 
 
 def test_coalesced_calls_lose_no_precision_unless_they_name_it() -> None:
-    assert shared_ranks.run(targets.lossless, 2, timeout_s=300) == [["lossless", "two_shot_fp8"]] * 2
+    assert shared_ranks.run(targets.lossless, 2, timeout_s=300) == [["lossless", "ring"]] * 2
 
 
 def test_batch_after_the_library_failed() -> None:

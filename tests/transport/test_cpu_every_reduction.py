@@ -83,7 +83,6 @@ def check_refusals(group):
     for algorithm, dtype, reduction in (
         ("ring", "float32", "max"),
         ("ring", "int32", "sum"),
-        ("two_shot_fp8", "float32", "max"),
         ("two_shot", "float32", "bor"),
         ("one_shot", "int32", "avg"),
         ("one_shot", "complex64", "max"),

@@ -10,7 +10,7 @@ import pytest
 from shotcast import wire
 from shotcast.device.cpu import floats, reductions
 from shotcast.device.cpu.compilation import Arithmetic, CompiledSchedule, compile_function
-from shotcast.transport.cpu import copies, fp8_blocks, fused, norm, one_shot, ring, send_recv, two_shot, two_shot_fp8
+from shotcast.transport.cpu import copies, fused, norm, one_shot, ring, send_recv, two_shot
 from shotcast.wire import Norm
 
 TRIPLES = {"aarch64-unknown-linux-gnu": "neoverse-n1", "x86_64-unknown-linux-gnu": "skylake-avx512"}
@@ -21,7 +21,6 @@ CALLS = {
     "broadcast": copies.BROADCAST,
     "recv": send_recv.RECV,
     "fused": fused.TWO_SHOT,
-    "fp8": two_shot_fp8.ALL_REDUCE,
 }
 
 
@@ -95,26 +94,3 @@ def test_rows_are_vectors_and_nothing_is_fused(dtype, triple):
     assert count(vectors["mul"], adds) >= 2
     assert count(vectors["mul"], norms) >= 10
     assert count(narrowed, norms) >= 2, "bytes are not packed from vectors"
-
-
-@pytest.mark.every(3)
-@pytest.mark.parametrize("triple", TRIPLES)
-@pytest.mark.parametrize("dtype", fp8_blocks.ENCODE)
-def test_blocks_are_vectors_and_nothing_is_fused(dtype, triple):
-    encoding = code_of(fp8_blocks.ENCODE[dtype], triple)
-    decoding = code_of(fp8_blocks.DECODE[dtype], triple)
-    summing = code_of(fp8_blocks.SUM, triple)
-    if triple.startswith("aarch64"):
-        product, total = r"fmul\s+v\d+\.4s", r"fadd\s+v\d+\.4s"
-        narrowed, widened = r"\bxtn|\buzp1", r"\bushll|\btbl"  # as LLVM chooses
-    else:
-        product, total = r"vmulps\s.*[yz]mm", r"vaddps\s.*[yz]mm"
-        narrowed, widened = r"\bvpmov\w*[dw]b|\bvpackus", r"\bvpmovzxbd"
-    assert count(product, encoding) >= 2
-    assert count(narrowed, encoding) >= 1
-    assert count(product, decoding) >= 2
-    assert count(widened, decoding) >= 2
-    assert count(product, summing) >= 4
-    assert count(total, summing) >= 2
-    assert count(narrowed, summing) >= 1
-    assert count(widened, summing) >= 2

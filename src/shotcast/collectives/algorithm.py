@@ -131,8 +131,8 @@ class Form:
     """The implementation of one operation by an algorithm.
 
     Attributes:
-        work: ``work(nbytes, shape, itemsize)`` for a :class:`shotcast.wire.NodeShape`: steps, bytes sent and received,
-            and values converted to or from FP8 by a rank, for the cost model.
+        work: ``work(nbytes, shape, itemsize)`` for a :class:`shotcast.wire.NodeShape`: steps, and bytes sent and
+            taken in by a rank, for the cost model.
         triton: ``bind(plan, context)``, the kernel with its arguments: a function that returns a
             :class:`shotcast.transport.triton.binding.KernelLaunch`. Defined next to the kernel.
         cpu: a :class:`shotcast.transport.cpu.host_call.HostCall`; empty if CPU ranks of one host have no compiled

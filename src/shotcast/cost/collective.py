@@ -1,15 +1,14 @@
 r"""The alpha-beta model of collectives: a latency per step, bytes over bandwidth, and local work.
 
-.. math:: T = f + s\,a + S / b + R / m + C / c + s_n\,a_n + S_n / b_n + s_w\,a_w + S_w / b_w
+.. math:: T = f + s\,a + S / b + R / m + s_n\,a_n + S_n / b_n + s_w\,a_w + S_w / b_w
 
-A rank makes s steps, sends S bytes, consumes R bytes (reads, uses and clears them) and converts C values to or from
-FP8. f is the fixed cost of a call, a the latency of a step, b the bandwidth in each direction, m the rate at which a
-rank consumes received bytes and c the rate at which it converts. Over several nodes, s and S count only traffic within
-nodes. In :math:`s_n` further steps a rank sends :math:`S_n` bytes to one peer on another node, with a latency
-:math:`a_n` and a bandwidth :math:`b_n` for each rank; in :math:`s_w` steps it sends :math:`S_w` bytes to all other
-nodes at once, with :math:`a_w` and :math:`b_w`. (On CPU hosts these differ, since each message takes core time.) An
-SM-limited call takes at least as long as its SMs need to move the bytes. Each algorithm's description gives its numbers
-(:mod:`shotcast.collectives.algorithms`).
+A rank makes s steps, sends S bytes, and consumes R bytes (reads, uses and clears them). f is the fixed cost of a call,
+a the latency of a step, b the bandwidth in each direction, and m the rate at which a rank consumes received bytes. Over
+several nodes, s and S count only traffic within nodes. In :math:`s_n` further steps a rank sends :math:`S_n` bytes to
+one peer on another node, with a latency :math:`a_n` and a bandwidth :math:`b_n` for each rank; in :math:`s_w` steps it
+sends :math:`S_w` bytes to all other nodes at once, with :math:`a_w` and :math:`b_w`. (On CPU hosts these differ, since
+each message takes core time.) An SM-limited call takes at least as long as its SMs need to move the bytes. Each
+algorithm's description gives its numbers (:mod:`shotcast.collectives.algorithms`).
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ class LinkCost:
     step_us: float  # the latency of a step
     bw_gbps: float  # bandwidth between ranks in each direction, in 1e9 bytes a second
     local_gbps: float = math.inf  # the rate at which a rank takes in received bytes, in 1e9 bytes a second
-    converted_per_ns: float = math.inf  # the values that a rank converts to or from FP8 in a nanosecond
     sm_gbps: float = math.inf  # the bytes that one SM sends, in 1e9 a second, where a call keeps to a number of them
 
     def transfer_us(self, nbytes: float) -> float:
@@ -45,12 +43,10 @@ square error is 8%. They hardly determine ``local_gbps``, as what arrives costs 
 costs at most 6% more than the fastest measurement, from 1 KiB to 256 MiB. ``sm_gbps`` is not fitted: on 2 H200, NCCL's
 all-reduce of 448 MB took 5.7, 3.0 and 1.8 ms with 4, 8 and 16 blocks.
 """
-SHARED_MEMORY = LinkCost(fixed_us=1.0, step_us=3.0, bw_gbps=15.0, converted_per_ns=7.0)
+SHARED_MEMORY = LinkCost(fixed_us=1.0, step_us=3.0, bw_gbps=15.0)
 """Processes of one host. Only the order of the algorithms is meaningful.
 
-With 4 ranks on 2 cores, two-shot overtakes one-shot between 16 and 64 KiB (benchmarks/data/cpu). A core converts a
-value in about the time it takes to copy two bytes: with 2 ranks on 2 cores, an FP8 all-reduce is 1.4 to 5 times slower
-than two-shot (tests/cost/test_cost.py). GPUs convert while they wait for memory.
+With 4 ranks on 2 cores, two-shot overtakes one-shot between 16 and 64 KiB (benchmarks/data/cpu).
 """
 
 
@@ -91,7 +87,6 @@ class Work(NamedTuple):
     steps: int  # steps within its node
     sent: float  # bytes sent to ranks of its node
     taken: float  # bytes taken in
-    converted: float = 0.0  # values converted to or from FP8
     network_steps: int = 0  # steps over the network between nodes in which a rank sends to one peer
     network_sent: float = 0.0  # bytes sent in these steps
     spread_steps: int = 0  # steps over the network in which a rank sends to all other nodes
@@ -114,7 +109,7 @@ def time_us(work: Work, link: LinkCost, network: NetworkCost = NO_NETWORK, sms: 
 
     A call limited to ``sms`` SMs (0 for no limit) moves its bytes no faster than they can.
     """
-    local_us = work.taken / (link.local_gbps * 1e3) + work.converted / (link.converted_per_ns * 1e3)
+    local_us = work.taken / (link.local_gbps * 1e3)
     spread_us, spread_gbps = network.to_all
     network_us = work.network_steps * network.step_us + work.network_sent / (network.bw_gbps * 1e3)
     network_us += work.spread_steps * spread_us + work.spread_sent / (spread_gbps * 1e3)

@@ -1,9 +1,9 @@
 r"""Two-shot in FP8: half the bytes of 16-bit floats, a quarter of float32, at the price of precision.
 
-.. math:: T = f + 2a + 2 \frac{N-1}{N} R M / b + M / m + (3 + \frac{1}{N}) E / c
+.. math:: T = f + 2a + 2 \frac{N-1}{N} R M / b + M / m
 
-with R = 33/32 bytes per element in place of the item size; E elements are encoded, decoded by the owners of their
-slices, encoded again once summed, and decoded by all, at a rate c. The other terms are as for two-shot.
+with R = 33/32 bytes per element in place of the item size. GPUs convert while they wait for memory. The other terms are
+as for two-shot.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from shotcast.wire import NodeShape, Op
 
 
 def work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
-    """Return the work of two-shot with 33/32 bytes sent per element; each is converted a little over three times."""
+    """Return the work of two-shot with 33/32 bytes sent per element."""
     world_size = shape.world_size
     sent = 2 * (world_size - 1) * nbytes / world_size * (33 / 32 / itemsize)
-    return Work(2, sent, nbytes, (3 + 1 / world_size) * nbytes / itemsize).over(shape)
+    return Work(2, sent, nbytes).over(shape)
 
 
 def _workspace(problem: CollectiveProblem) -> Workspace:
@@ -46,7 +46,6 @@ ALGORITHM = Algorithm(
         Op.ALL_REDUCE: Form(
             work=work,
             triton="shotcast.transport.triton.two_shot_fp8:bind",
-            cpu="shotcast.transport.cpu.two_shot_fp8:ALL_REDUCE",
             share=_share,
             # of more than four ranks, tiles of 1024 words have too many values for the registers
             large_warps=lambda world_size: 0 if world_size > 4 else 8,

@@ -42,20 +42,3 @@ def to_e4m3(builder: Any, value: Any, lanes: int) -> Any:
     byte = builder.or_(byte, builder.and_(builder.lshr(bits, constant(24)), constant(0x80)))
     nan = builder.icmp_unsigned(">", size, constant(0x7F800000))
     return builder.trunc(builder.select(nan, constant(0x7F), byte), vector(BYTE, lanes))
-
-
-def from_e4m3(builder: Any, byte: Any, lanes: int) -> Any:
-    """Convert an e4m3 byte to float32; both NaN bytes become the positive quiet NaN."""
-    wide, single = vector(I32, lanes), vector(F32, lanes)
-    constant = functools.partial(splat, I32, lanes)
-    bits = builder.zext(byte, wide)
-    size = builder.and_(bits, constant(0x7F))
-    shifted = builder.shl(size, constant(20))
-    normal = builder.add(shifted, constant(_REBIAS << 23))
-    # A subnormal is its mantissa in eighths of 2^-6: put it below an implicit one of 2^-6, then subtract that again.
-    below = builder.bitcast(builder.add(shifted, constant((_REBIAS + 1) << 23)), single)
-    subnormal = builder.bitcast(builder.fsub(below, splat(F32, lanes, 2.0**-6)), wide)
-    value = builder.select(builder.icmp_unsigned("<", size, constant(8)), subnormal, normal)
-    value = builder.or_(value, builder.shl(builder.and_(bits, constant(0x80)), constant(24)))
-    value = builder.select(builder.icmp_unsigned("==", size, constant(0x7F)), constant(0x7FC00000), value)
-    return builder.bitcast(value, single)

@@ -65,13 +65,13 @@ SQUARES_LANES = 32
 # of float32, and of float32 to the dtype; other reductions are in the dtype itself, and PARTIAL_BYTES is the size of an
 # element between nodes. SLOT is the bytes from one slice that has arrived from another node to the next, and TOTAL
 # those to the sum that is normed. MESSAGE_NUMBER counts the messages between two ranks on different nodes, whose ROOT
-# is the descriptor of their connection. The word before ENCODE is free.
+# is the descriptor of their connection.
 HEADER = 0  # of two words
 CHUNK, ROOT, ITEMSIZE, ARITHMETIC = range(16, 48, 8)
 EXTENTS = 64
 OFFSETS = 128
-ADD, NORM, HIDDEN, _, ENCODE, DECODE, NBYTES, PARTIAL, ADD_PARTIAL, ROUND = range(192, 272, 8)
-SLOT, MESSAGE_NUMBER, TOTAL, ROOT_NODE, PARTIAL_BYTES = range(272, 312, 8)
-PARTS = 312  # offset and size of the part of each rank, node by node; behind the words of all plans. In an uneven
+ADD, NORM, HIDDEN, NBYTES, PARTIAL, ADD_PARTIAL, ROUND = range(192, 248, 8)
+SLOT, MESSAGE_NUMBER, TOTAL, ROOT_NODE, PARTIAL_BYTES = range(248, 288, 8)
+PARTS = 288  # offset and size of the part of each rank, node by node; behind the words of all plans. In an uneven
 # all_to_all they describe the parts that this rank sends to each rank
-PLAN_WORDS = 39
+PLAN_WORDS = 36
