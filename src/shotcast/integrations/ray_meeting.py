@@ -83,19 +83,12 @@ def _listener(host: str) -> socket.socket:
     Listens on all addresses if no interface of this host has that one, such as behind NAT.
     """
     family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        try:
-            listener.bind(address)
-        except OSError as error:
-            if error.errno != errno.EADDRNOTAVAIL:
-                raise
-            listener.bind(("", 0))
-        listener.listen(_BACKLOG)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
+        return socket.create_server(address, family=family, backlog=_BACKLOG)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        return socket.create_server(("", 0), family=family, backlog=_BACKLOG)
 
 
 def _joined(address: str, rank: int, own: str) -> dist.Store | None:
