@@ -1,16 +1,10 @@
-"""Launching a job's ranks as processes of this machine.
+"""Launching a job's ranks as processes of this machine, with the environment variables of ``torchrun``.
 
-``torchrun`` does this for a command line; :func:`spawn` does it for a function, with the same environment variables.
-
-- Ranks are forked from a server process (multiprocessing's "forkserver") that has imported torch, the communicator and
-  the compiler that numba uses, so eight of them start in the time of one. The server starts no threads, never touches
-  CUDA and does not import Triton, which reads environment variables at import.
-- A separate process hosts the store for the ranks' rendezvous, on a port that the kernel picks; ranks join it like
-  torchrun's workers. No port is guessed, the store outlives every rank, and the parent does not need PyTorch.
-- A rank gets the caller's environment, standard output and error, umask, cores and niceness as they are at the time of
-  the call, before the caller's modules are imported.
-- The kernel kills a rank when the parent is gone, even if the rank is stuck in compiled code. (This needs Linux, as
-  does the shared memory of CPU ranks.)
+Ranks are forked from a server (:mod:`shotcast.launcher.rank_server`) that has imported what they need, so eight of them
+start in the time of one. They adopt the caller's state at the time of the call
+(:class:`~shotcast.launcher.rank_process.CallerContext`) and meet in a store of another process
+(:mod:`shotcast.launcher.job_store`). The kernel kills a rank when the parent is gone, even if it is stuck in compiled
+code.
 """
 
 from __future__ import annotations

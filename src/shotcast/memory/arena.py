@@ -7,15 +7,12 @@ one.
 
 A rank that closes its lease does not wait, but other ranks may still store into its memory: data of an unfinished call,
 or notice of a failed one. So every rank that closes leaves a mark in the memory of all ranks of the lease, after the
-communicator's part, and memory is leased again once all its marks are set. If a rank never closes, because it was
-killed, that part stays unused until the block is released.
+communicator's part, and memory is leased again once all its marks are set, which a killed rank never does.
 
-A block is released when it has no open lease. While other blocks have open leases, small empty blocks are kept for the
-next communicator, so short-lived splits find their memory mapped.
-
-Releasing GPU memory waits for all work on the GPU, including kernels that wait for this rank's future work, and is not
-allowed during a graph capture. So GPU blocks stay available for leasing until a communicator that has already waited
-for the GPU calls :meth:`Arena.release`, or a new lease needs their memory.
+A block without open leases is released; small ones are kept while other blocks have open leases. Releasing GPU memory
+waits for all work on the GPU, including kernels that wait for this rank's future work, and is not allowed in a graph
+capture. So GPU blocks stay available for leasing until a communicator that has already waited for the GPU calls
+:meth:`Arena.release`, or a new lease needs their memory.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
 """Shared memory for tensors: the part of a rank's segment after the workspace.
 
-All ranks map all of it from the start, so a rank creates and frees tensors independently of the others. Each call tells
-them where its tensors are. Pages are reserved when a tensor is created, so a full tmpfs gives an error instead of
-killing a process that writes.
-
-A rank ends a call once all ranks have finished with its tensors, so the memory of a dead tensor is free at once. After
-a failed call a late rank may still access it, so it stays unused until all ranks have met again.
+It serves CPU ranks as :mod:`shotcast.memory.block_heap` serves GPUs, but all ranks map all of it from the start. Pages
+are reserved when a tensor is created, so a full tmpfs gives an error instead of killing a process that writes.
 """
 
 from __future__ import annotations

@@ -11,14 +11,8 @@ from shotcast.models.source import RANDOM, find_model
 
 FILE = "generation_config.json"
 
-_OPTIONS = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
+_OPTIONS = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
+_OPTIONS |= {"max_new_tokens": "max_tokens"}
 """Supported fields, each with the sampling parameter it sets. Like vLLM, this ignores ``do_sample``."""
 
 

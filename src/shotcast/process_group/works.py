@@ -8,13 +8,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shotcast.collectives.started import Handle, Outcome
 from shotcast.errors import CollectiveTimeout
 from shotcast.process_group import torch_private
+
+if TYPE_CHECKING:
+    from shotcast.process_group.device_calls import DeviceCalls
 
 
 def seconds(timeout: timedelta | None) -> float | None:
@@ -69,23 +72,10 @@ DONE = DoneWork()
 """The work of a call whose caller only needs to know that it has finished."""
 
 
-class CallQueue(Protocol):
-    """The asynchronous calls of a device, which run one after the other."""
-
-    def behind(self, task: Callable[[], None]) -> None:
-        """Run a task after the issued calls."""
-
-    def serve_until(self, over: threading.Event) -> None:
-        """Run the issued calls until one has finished, if this is their thread; otherwise return at once."""
-
-    def pending(self, op: str, limit_s: float) -> CollectiveTimeout:
-        """Return the error of a wait that ended before its call."""
-
-
 class ThreadWork(DoneWork):
     """A call that runs on a thread."""
 
-    def __init__(self, op: str, outcome: Outcome, result: Any, queue: CallQueue):
+    def __init__(self, op: str, outcome: Outcome, result: Any, queue: DeviceCalls):
         torch_private.Work.__init__(self)  # without a frame in between
         self._result = result
         self._op, self._queue, self._outcome = op, queue, outcome

@@ -2,18 +2,7 @@
 
 An ``exchange(context, plan, word, result, count)`` begins with ``count`` elements of this node's sum in its
 accumulator, and ends with the sum of all nodes, rounded to the dtype of the call, at ``result``.
-
-- **doubling**: in step s, the node of leaf v exchanges its sum with the node of leaf v xor 2^s, so after log2 H steps
-  each node has the sum of all H nodes. The algorithm comes from "LLM Inference Beyond a Single Node" (arXiv
-  2511.09557).
-- **halving**: in step s, the nodes of leaves v and v xor 2^s halve the range that both still have, and each sums its
-  half. After log2 H steps each node has the sum of one range, and the ranges are gathered in the opposite order. It
-  takes 2 log2 H network steps and sends 2 (1 - 1/H) of the slice, to log2 H peers.
-- **all pairs**: every node sends its sum to every other node, and each adds all sums, in one network step. It has the
-  least latency, and sends H - 1 times the slice.
-- **two-shot**: each node sends one part of its slice to each peer, adds the parts it receives, then sends their sum to
-  all peers in the dtype of the call. This is MultiShot again, between nodes. It sends 2 (H - 1) / H of the slice, as a
-  ring or halving does, in two steps for any number of nodes.
+:mod:`shotcast.collectives.algorithms.nvrar` says what each exchange sends and when it wins.
 
 If the number of nodes is not a power of two, doubling and halving fold: odd nodes give their sums to even nodes and
 wait for the result. The tree is the one in :func:`shotcast.hardware.nodes.folded`.

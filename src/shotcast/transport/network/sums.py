@@ -1,16 +1,8 @@
 """Sums over CPU ranks on several nodes: calls that use :mod:`.exchanges`, with or without residual add and norm.
 
-NVRAR in 16 bits sends each node's sum rounded to float16 or bfloat16, half the bytes of float32. Each node rounds its
-sum once, even for its own use, so all nodes that add the sums get the same bits. The sums are added in float32, in tree
-order, and rounded once more. For a short slice, or between two nodes, every node sends its sums to all other nodes in
-one network step. Otherwise each node adds a part of the slice and sends it to all: two steps, and 2 (H - 1) / H of the
-slice for any number of nodes.
-
 A reduce sends its slices only to the root's node. Its sums are in float32. Reductions whose order does not matter
-(integers and extrema) are computed in the dtype itself.
-
-Fused calls gather the sum in private memory and normalize it there in the same compiled call. The results therefore
-match separate sum and norm calls bit for bit.
+(integers and extrema) are computed in the dtype itself. Fused calls gather the sum in private memory and normalize it
+there in the same compiled call, so the results match separate sum and norm calls bit for bit.
 """
 
 from __future__ import annotations
