@@ -45,16 +45,13 @@ def refusal(package: str, label: str, at_least: Version, below: Version, expecte
     numbers = re.match(r"\d+(?:\.\d+)*", version)
     found = tuple(int(number) for number in numbers[0].split(".")) if numbers else ()
     if not at_least <= found < below:
-        return f"{label} {version} is not served; from {_dotted(at_least)} to below {_dotted(below)} is"
+        first, end = (".".join(map(str, bound)) for bound in (at_least, below))
+        return f"{label} {version} is not served; from {first} to below {end} is"
     root = Path(spec.submodule_search_locations[0])
     for one in expected:
         if why := _difference(root, one):
             return f"{label} {version} is not as expected: {why}"
     return ""
-
-
-def _dotted(version: Version) -> str:
-    return ".".join(str(number) for number in version)
 
 
 def _difference(root: Path, expected: Expected) -> str:

@@ -47,7 +47,7 @@ class ProcessId:
         """Return whether the process is known to have ended; processes of other machines are not known."""
         if not self.space or self.space != ProcessId.own().space:
             return False
-        return _start_time(self.pid) != self.started or _state(self.pid) in ("Z", "X")
+        return _start_time(self.pid) != self.started or _fields(self.pid)[:1] in (["Z"], ["X"])
 
     @property
     def address(self) -> bytes:
@@ -79,13 +79,8 @@ def _start_time(pid: int) -> int:
     return int(fields[_START_TIME]) if len(fields) > _START_TIME else 0
 
 
-def _state(pid: int) -> str:
-    """Return the state of a process, such as ``R`` or ``Z``; empty if it is gone or the system does not say."""
-    return "".join(_fields(pid)[:1])
-
-
 def _fields(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat after the command; none if there is no such process."""
+    """Return the fields of /proc/PID/stat from the state on; none if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()

@@ -95,7 +95,6 @@ class Lease:
         self.multicast_address = block.buffer.multicast_address + part.start if mc else 0
 
     def view(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return rank ``rank``'s bytes from ``offset`` on as a tensor. Raises ConfigError beyond the end."""
         if not self._part.open:
             raise ClosedError("this lease of symmetric memory is closed")
         nbytes_of_view("lease", self.nbytes, offset, shape, dtype)

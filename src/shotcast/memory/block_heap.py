@@ -34,8 +34,7 @@ from shotcast.units import about_size, align_up
 logger = logging.getLogger(__name__)
 
 LEAST_BYTES, MOST_BYTES = 64 << 20, 1 << 30
-"""The size of the first block, and the size up to which each block is as large as all earlier ones together. A longer
-tensor gets a separate block."""
+"""The size of the first block, and the most to which blocks double the total. Longer tensors get their own."""
 UNIT = 512
 """The alignment of tensors in bytes."""
 _PATIENCE_S = 2.0
@@ -342,18 +341,13 @@ class BlockHeap:
         for each in theirs:
             each.release()
         _unused.extend(own)
-        _release_unused()
+        for block in [each for each in _unused if each.live == 0]:
+            _unused.remove(block)
+            block.block.release()
 
 
 _unused: list[_Own] = []
 """Blocks of closed heaps, kept until they hold no live tensors and another heap is closed, whose work has ended."""
-
-
-def _release_unused() -> None:
-    for own in list(_unused):
-        if own.live == 0:
-            _unused.remove(own)
-            own.block.release()
 
 
 def _die(heap: weakref.ref[BlockHeap], address: int, own: _Own, start: int, size: int, stream: Any) -> None:

@@ -59,7 +59,6 @@ class CudaBuffer:
         self.multicast_address = int(self._handle.multicast_ptr or 0) if env.multicast() else 0
 
     def view(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return rank ``rank``'s bytes from ``offset`` on as a tensor. Raises ConfigError beyond the end."""
         if self._tensor is None:
             raise ClosedError("this symmetric buffer is closed")
         nbytes_of_view("buffer", self.nbytes, offset, shape, dtype)

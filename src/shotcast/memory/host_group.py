@@ -21,13 +21,6 @@ _NEWS_S = 0.2
 """Time within which this rank learns why another is gone, after a third rank has noticed."""
 
 
-def _job_store() -> dist.Store:
-    """Return the store of the job's rendezvous, which has no public name in PyTorch."""
-    from torch.distributed.distributed_c10d import _get_default_store
-
-    return _get_default_store()
-
-
 class Rendezvous(NamedTuple):
     """Ranks that meet in a key-value store before anything else connects them."""
 
@@ -45,7 +38,7 @@ class Rendezvous(NamedTuple):
     @classmethod
     def of_group(cls, group: dist.ProcessGroup) -> Rendezvous:
         """Build the rendezvous of a process group that includes this rank, on the job's store."""
-        ranks, store = tuple(dist.get_process_group_ranks(group)), _job_store()
+        ranks, store = tuple(dist.get_process_group_ranks(group)), dist.distributed_c10d._get_default_store()
         title = "" if group is dist.group.WORLD else title_of(group)
         place = dist.get_rank(group), dist.get_world_size(group), group.group_name
         return cls(store, *place, ranks=ranks, group=title)

@@ -37,10 +37,8 @@ def _prefix() -> str:
 def _lock(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            return False
-        raise
+    except (BlockingIOError, PermissionError):
+        return False
     return True
 
 
@@ -212,10 +210,9 @@ class ShmBuffer:
         return self._addresses
 
     def view(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return rank ``rank``'s bytes from ``offset`` on as a tensor of ``shape``, which keeps the memory mapped.
+        """Return rank ``rank``'s bytes from ``offset`` on as a tensor, which keeps the memory mapped.
 
-        Raises ConfigError if the view exceeds the memory or is not aligned to the item size, and ClosedError after
-        :meth:`close`.
+        Raises ConfigError beyond the end or if they are not aligned to the item size, ClosedError after :meth:`close`.
         """
         if not self._maps:
             raise ClosedError("this shared memory was closed")

@@ -24,8 +24,7 @@ def load_norm(weights: Weights, config: ModelConfig, name: str) -> torch.Tensor:
 
 
 def row_shards(matrices: Sequence[tuple[str, int, range]]) -> list[RowShard]:
-    """Return the rows of matrices in the tensors that store them, where matrices of one name follow each other. Each
-    matrix has a name, a number of rows and the requested rows."""
+    """Return where rows of matrices, given by name, size and rows, are stored; those of one name follow each other."""
     found, sizes = [], dict[str, int]()
     for name, size, rows in matrices:
         before = sizes.get(name, 0)
@@ -132,9 +131,7 @@ class Block:
     def __call__(
         self, normed: torch.Tensor | Float8Rows, residual: torch.Tensor, cache: KVCache, batch: Batch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute partial sums of the block's output from ``normed`` [tokens, hidden]. Returns the partial sums and the
-        residual to add them to.
-        """
+        """Compute partial sums of the output from ``normed`` [tokens, hidden]; return them and the new residual."""
         normed, residual = self.mlp_input(self.attend(normed, cache, batch), residual)
         return self.feed_forward(normed), residual
 

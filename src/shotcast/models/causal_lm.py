@@ -82,8 +82,7 @@ class CausalLM:
         return ""
 
     def max_tile_tokens(self, tokens: int) -> int:
-        """Return the largest number of tokens in a tile of :class:`~shotcast.layers.batch.AttentionTiles`, in a step of
-        ``tokens``."""
+        """Return the most tokens in one of :class:`~shotcast.layers.batch.AttentionTiles` in a step of ``tokens``."""
         return self.blocks[0].attention.max_tile_tokens(tokens, self._attention_dtype, self._cache_dtype)
 
     def allocate_caches(self, blocks: int, block_size: int) -> list[KVCache]:
@@ -187,15 +186,12 @@ class CausalLM:
         return normed
 
     def logits(self, last: torch.Tensor, out: Logits | None = None) -> Logits:
-        """Compute the logits of rows of :meth:`hidden`'s result, on the last stage. On CUDA they are written to
-        ``out``, if given."""
+        """Compute the logits of rows of :meth:`hidden`'s result, on the last stage; on CUDA in ``out``, if given."""
         assert self.head is not None
         return self.head.logits(last, out)
 
     def hidden(self, batch: Batch, caches: list[KVCache]) -> torch.Tensor | None:
-        """Run a step without the head. On the last stage, return the last block's normalized output [tokens,
-        hidden].
-        """
+        """Run a step without the head; return the last stage's normalized output [tokens, hidden], else None."""
         parallel = self.parallel
         tokens = batch.tokens.shape[0]
         normed: torch.Tensor | Float8Rows

@@ -116,9 +116,7 @@ def _nbytes(part: Any) -> int:
 
 
 def weight_files(folder: Path) -> dict[Path, set[str] | None]:
-    """Return the weight files, with the tensors that the index lists for each (None: all tensors in the file). Raises
-    ConfigError if one is missing, or there are none.
-    """
+    """Return the weight files and the tensors of each (None: all). Raises ConfigError if one is missing, or all are."""
     if (folder / INDEX).is_file():
         weight_map = read_json(folder / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shotcast.process_group.names import BACKEND, DEVICES
+from shotcast.process_group.names import BACKEND
 
 
 def register() -> None:
@@ -16,7 +16,7 @@ def register() -> None:
         import torch.distributed as dist
 
         if dist.is_available():
-            dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=list(DEVICES))
+            dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
     except Exception:  # an error here would break every program that imports torch
         import logging
 

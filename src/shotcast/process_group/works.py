@@ -35,9 +35,7 @@ class DoneWork(torch_private.Work):
         self._result = result
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return when the call has finished or, on GPUs, when the current stream waits for it. Raises the call's
-        error.
-        """
+        """Return when the call has ended or, on GPUs, the current stream waits for it. Raises its error."""
         return True
 
     def synchronize(self) -> None:

@@ -69,8 +69,7 @@ def copy(builder: Any, destination: Any, source: Any, nbytes: Any) -> None:
 
 @intrinsic()
 def call_arithmetic(builder: Any, function: Any, destination: Any, sources: Any, world_size: Any, count: Any) -> None:
-    """Call the :class:`~shotcast.device.cpu.compilation.Arithmetic` at address ``function`` with the other four
-    arguments."""
+    """Call the ``Arithmetic`` (:mod:`shotcast.device.cpu.compilation`) at address ``function``."""
     kind = ir.FunctionType(ir.VoidType(), [WORD] * 4)
     builder.call(builder.inttoptr(function, kind.as_pointer()), [destination, sources, world_size, count])
 

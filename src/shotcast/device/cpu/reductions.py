@@ -128,8 +128,7 @@ def _of_integers(dtype: str, reduction: str) -> Reducer:
 
 
 def _of_bool(reduction: str) -> Reducer:
-    """Build a bitwise reduction of bytes that are first made 0 or 1, since tensors from elsewhere may hold other
-    values."""
+    """Build a bitwise reduction of bytes that are first made 0 or 1, since others may hold other values."""
     of = _of_integers("uint8", reduction)
 
     def widen(builder: Any, value: Any, lanes: int) -> Any:

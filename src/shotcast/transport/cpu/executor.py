@@ -274,8 +274,7 @@ class CpuExecutor:
             record[layout.OFFSETS // 8 + rank] = end - size
 
     def put_sizes(self, record: array[int], plan: CallPlan, sizes: Sequence[int]) -> None:
-        """Write the parts of an uneven all_to_all: ``sizes`` are the elements sent to each rank, then those received
-        from each."""
+        """Write the parts of an uneven all_to_all, from elements sent to each rank, then received from each."""
         item = wire.DTYPES[plan.dtype]
         end, at = 0, layout.PARTS // 8
         for size in sizes[: self._world_size]:

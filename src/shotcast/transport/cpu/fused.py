@@ -45,8 +45,7 @@ def _norm_slices(context: int, plan: int, staging: int, _out: int, size: int, _r
 
 
 def two_shot(context: int, plan: int, x: int, out: int) -> int:
-    """Sum and normalize all rows on every rank, reading each slice of a chunk from the rank that reduced it. x:
-    nbytes."""
+    """Sum and normalize all rows on every rank, reading each slice from the rank that reduced it. x: nbytes."""
     begin_rows(context)
     return by_slices(_norm_slices, NOWHERE, context, plan, x, out)
 

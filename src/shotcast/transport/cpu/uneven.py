@@ -28,8 +28,7 @@ def _sent(plan: int, peer: int) -> int:
 
 @njit(error_model="numpy")
 def _look(context: int, plan: int, staging: int, longest: int) -> int:
-    """Compare the sizes that peers send with the expected ones; return the longest part of all, or -1 if a size
-    differs."""
+    """Compare the sizes that peers send with those expected; return the longest part, or -1 if one differs."""
     rank, world_size = load(context + RANK), load(context + WORLD)
     for peer in range(world_size):
         sizes = region(context, peer) + staging

@@ -159,8 +159,7 @@ def publish(context: int, step: int) -> int:
 
 @njit(error_model="numpy")
 def await_peer(context: int, peer: int, step: int, word: int) -> int:
-    """Wait until ``peer`` has published the steps below ``step``. Returns MISMATCHED if the peer makes a different
-    call."""
+    """Wait until ``peer`` has published the steps below ``step``. Returns MISMATCHED for another call."""
     control = region(context, peer)
     status = wait(context, peer, True, control + PROGRESS, step)
     if status == DONE:

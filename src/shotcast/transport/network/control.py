@@ -77,8 +77,7 @@ class ControlPlane:
             self._send(node, {"fault": word})
 
     def ask(self, epoch: int, patience_s: float) -> dict[int, list[RankState]]:
-        """Query the states of ranks on other nodes for call ``epoch``; return them by node, for the nodes that
-        answer."""
+        """Query the states of ranks on other nodes for call ``epoch``; return them by node, if it answers."""
         number = next(self._numbers)
         self._answers[number] = {}
         try:

@@ -38,8 +38,7 @@ def leaves(nodes: int) -> int:
 
 @njit(error_model="numpy")
 def leaf_of(node: int, pairs: int) -> int:
-    """Map a node to its leaf. If two nodes fold into one leaf, the even one holds it. ``pairs`` is the number of folded
-    pairs."""
+    """Map a node to its leaf, after folding ``pairs`` pairs, of which the even node holds the leaf."""
     return node // 2 if node < 2 * pairs else node - pairs
 
 

@@ -36,7 +36,7 @@ from shotcast.transport.network.messages import MessageConnections
 from shotcast.transport.network.sums import ALL_PAIRS
 from shotcast.transport.transport import Built, Network, Ranks
 from shotcast.units import align_up
-from shotcast.wire import CallPlan, HeaderWords, LaunchShape, Op, Wait
+from shotcast.wire import CallPlan, HeaderWords, LaunchShape, Op
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +48,7 @@ _CONNECT_S = 60.0
 _KERNEL_BYTES = 64 << 10
 """Bytes that the two ends of a new connection buffer while nobody receives: at least this much with Linux defaults."""
 _LEAST_PROBES, _MOST_PROBES, _PROBING_US = 2, 12, 5e5
-"""The least and most calls that measure one property of the network, and the time after which further calls are
-skipped."""
+"""The least and most calls that measure a property of the network, and the time that ends them earlier."""
 _PROBE_BYTES, _MOST_PROBE_BYTES = 4 << 20, 12 << 20
 """Bytes of such a call: to a single peer (each of several peers gets half), and the most to all peers together."""
 
@@ -87,15 +86,12 @@ class Message(CpuBoundCall):
         plan, target = self.plan, x if out is None else out
         address = 0 if target is None else target.data_ptr()
         interruption: BaseException | None = None
-        self._executor.in_message(Wait(plan.op.label, self._numbers[plan.root] + 1, time.monotonic(), (plan.root,)))
         try:
             status = self._connect()
             if status == DONE:
                 status = self._function(self._executor.context_address, self._record_address, address, address)
         except BaseException as error:  # a signal handler raised while this rank waited
             status, interruption = INTERRUPTED, error
-        finally:
-            self._executor.in_message(None)
         if status == DONE:
             self._numbers[plan.root] += 1
         else:
@@ -332,10 +328,6 @@ class HostsExecutor(CpuExecutor):
             return self._gone_kind([plan.root]), [plan.root]
         return wire.TIMEOUT, [plan.root]
 
-    def in_message(self, wait: Wait | None) -> None:
-        """Record that a message between nodes begins to wait, or with None that the wait has ended."""
-        self._messages = wait
-
     def ended(self, rank: int) -> bool:
         """Check whether the process of a rank on another node is known to have ended."""
         return rank in self._gone
@@ -371,8 +363,7 @@ class HostsExecutor(CpuExecutor):
         return wire.TIMEOUT, self._behind(states)
 
     def _await_better_news(self) -> None:
-        """Give a better-informed rank of this node time to act: its peers may answer for a node whose rank here is
-        silent."""
+        """Give a rank of this node time to act whose peers may answer for a node that is silent here."""
         until = time.monotonic() + _SILENT_S
         while len(self._members) > 1 and not self.stopped_word.value and time.monotonic() < until:
             time.sleep(0.005)
@@ -410,13 +401,11 @@ class HostsExecutor(CpuExecutor):
         return self._members[rank]
 
     def waiting(self, nbytes: int) -> int:
-        """Compute how many messages of ``nbytes`` a sender may be ahead: between nodes, as many as the kernel
-        buffers."""
+        """Compute how many messages of ``nbytes`` a sender may be ahead; between nodes, the kernel's buffer counts."""
         return min(super().waiting(nbytes), _KERNEL_BYTES // (nbytes + FRAME_HEADER_BYTES))
 
     def headers(self, epoch: int) -> list[HeaderWords | None]:
-        """Collect each rank's header of call ``epoch``, None for a rank that has not made that call or does not
-        answer."""
+        """Collect each rank's header of call ``epoch``; None if it has not made that call or does not answer."""
         if self._network_headers is not None and self._network_headers[0] == epoch:
             return list(self._network_headers[1])
         states = self._states(epoch)
@@ -440,8 +429,7 @@ class HostsExecutor(CpuExecutor):
         return found
 
     def mark_gone(self, rank: int) -> None:
-        """End current and future calls that wait for ``rank`` of this node; connections report the ranks of other
-        nodes."""
+        """End calls that wait for ``rank`` of this node; connections report the ranks of other nodes."""
         self._gone.add(rank)
         if rank in self._members:
             super().mark_gone(self._members.index(rank))

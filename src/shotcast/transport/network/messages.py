@@ -25,8 +25,7 @@ from shotcast.transport.network.layout import RECEIVES, SENDS
 _SLICE_S = 0.02
 """Time between checks for faults while a rank waits for a connection."""
 _FIRST_TRY_S, _LAST_TRY_S = 0.25, 2.0
-"""Time limits of the first attempt to connect, and of attempts after several failures. An attempt takes three round
-trips, during which faults are not checked."""
+"""Time limits of the first attempt to connect and of later ones, during which faults are not checked."""
 
 
 @njit(error_model="numpy")

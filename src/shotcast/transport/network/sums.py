@@ -46,22 +46,18 @@ from shotcast.wire import SIXTEEN_BITS, CallPlan, in_one_step
 
 
 def doubling(context: int, plan: int, x: int, out: int) -> int:
-    """out = x_0 + ... + x_{N-1} on every rank. x, out: nbytes; they may be the same."""
     return all_reduce_by(exchanges.doubling, context, plan, x, out)
 
 
 def halving(context: int, plan: int, x: int, out: int) -> int:
-    """Compute :func:`doubling`'s sum by halving."""
     return all_reduce_by(exchanges.halving, context, plan, x, out)
 
 
 def all_pairs(context: int, plan: int, x: int, out: int) -> int:
-    """Compute :func:`doubling`'s sum by all pairs."""
     return all_reduce_by(exchanges.all_pairs, context, plan, x, out)
 
 
 def two_shot(context: int, plan: int, x: int, out: int) -> int:
-    """Compute :func:`doubling`'s sum by two-shot."""
     return all_reduce_by(exchanges.two_shot, context, plan, x, out)
 
 
@@ -122,22 +118,18 @@ def _norm_sums_of(exchange: HostFunction, context: int, plan: int, x: int) -> in
 
 
 def normed_doubling(context: int, plan: int, x: int, _out: int) -> int:
-    """Sum and normalize all rows on every rank."""
     return _norm_sums_of(exchanges.doubling, context, plan, x)
 
 
 def normed_halving(context: int, plan: int, x: int, _out: int) -> int:
-    """Sum and normalize all rows on every rank."""
     return _norm_sums_of(exchanges.halving, context, plan, x)
 
 
 def normed_all_pairs(context: int, plan: int, x: int, _out: int) -> int:
-    """Sum and normalize all rows on every rank."""
     return _norm_sums_of(exchanges.all_pairs, context, plan, x)
 
 
 def normed_two_shot(context: int, plan: int, x: int, _out: int) -> int:
-    """Sum and normalize all rows on every rank."""
     return _norm_sums_of(exchanges.two_shot, context, plan, x)
 
 
@@ -162,8 +154,7 @@ _in_one_step = njit(error_model="numpy")(in_one_step)
 
 
 def _slots_that_arrive(nodes: int, whole: bool) -> int:
-    """Compute the slots that the rounded sums of all nodes take: half a slot for each whole sum, or half of each
-    part."""
+    """Compute the slots of the nodes' rounded sums: half a slot for each whole sum, or half of each part."""
     return (nodes + 1) // 2 if whole else 1
 
 
