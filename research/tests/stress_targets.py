@@ -23,6 +23,22 @@ def misled(plan: stress_calls.Plan) -> None:
     stress_calls.run(plan, _Misled)
 
 
+def turning(plan: stress_calls.Plan) -> int:
+    """Make calls that send FP8 before and after the inputs change. Return how many were wrong."""
+    with shotcast.Communicator(device=plan.device, timeout_s=plan.timeout_s) as comm:
+        stress = stress_calls.Stress(plan, comm)
+        sums = [case for case in map(stress.case, range(40)) if case.kind == "all_reduce"]
+        cases = [case._replace(algorithm="two_shot_fp8") for case in sums[:4]]
+        for _ in range(2):
+            for case in cases:
+                stress.run(case)
+            stress.turn()
+        wrong = len(stress.wrong())
+        stress.close()
+    assert cases
+    return wrong
+
+
 def late_on_one_rank(plan: stress_calls.Plan) -> tuple[bool, bool]:
     """Return whether a run is late, before and after rank 0 alone has taken its time."""
     with shotcast.Communicator(device=plan.device, timeout_s=plan.timeout_s) as comm:

@@ -24,9 +24,10 @@ import shotcast
 from shotcast.collectives.started import Handle, Outcome
 from shotcast.errors import CollectiveTimeout, ConfigError, UnsupportedError
 from shotcast.process_group import calls, registration, torch_private, works
+from shotcast.process_group.device_calls import ThreadWork
 from shotcast.process_group.group import ShotcastProcessGroup
 from shotcast.process_group.messages import OfThread
-from shotcast.process_group.works import DoneWork, InnerWork, SeveralWorks, StreamWork, ThreadWork
+from shotcast.process_group.works import DoneWork, InnerWork, SeveralWorks, StreamWork
 
 
 def group(inners: dict[str, Any]) -> ShotcastProcessGroup:

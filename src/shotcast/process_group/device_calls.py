@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from shotcast.collectives.prepared import Operands, PreparedCall
 from shotcast.collectives.started import Handle, Outcome, StreamStarter, ThreadStarter, in_this_state
 from shotcast.errors import ClosedError, CollectiveTimeout, ShotcastError, not_made
 from shotcast.memory.host_group import Rendezvous
-from shotcast.process_group.works import DONE, DoneWork, StreamWork, ThreadWork
+from shotcast.process_group import torch_private
+from shotcast.process_group.works import DONE, DoneWork, StreamWork, seconds
 
 _DESTROYED = "this process group was destroyed"
 Make = Callable[[Communicator], None]
@@ -200,3 +202,68 @@ def _repeat(op: str, comm: Communicator, call: PreparedCall, operands: Operands)
     if call.run(operands) is None:
         comm._refuse_if_stopped(op)
         raise ClosedError(_DESTROYED)
+
+
+class ThreadWork(DoneWork):
+    """A call that runs on a thread."""
+
+    def __init__(self, op: str, outcome: Outcome, result: Any, queue: DeviceCalls):
+        torch_private.Work.__init__(self)  # without a frame in between
+        self._result = result
+        self._op, self._queue, self._outcome = op, queue, outcome
+        self._lock = threading.Lock()
+        self._future: torch.futures.Future[Any] | None = None
+
+    def __del__(self) -> None:
+        self._outcome.drop()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        over = self._outcome.over
+        if not over.is_set():
+            self._queue.serve_until(over)
+            limit = seconds(timeout)
+            if not over.wait(limit):
+                assert limit is not None
+                raise self._queue.pending(self._op, limit)
+        if (error := self._outcome.seen()) is not None:
+            raise error
+        return True
+
+    def is_completed(self) -> bool:
+        return self._outcome.over.is_set()
+
+    def is_success(self) -> bool:
+        return self._outcome.over.is_set() and self._outcome.error is None
+
+    def exception(self) -> BaseException | None:
+        return self._outcome.seen() if self._outcome.over.is_set() else None
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a future of the tensors that the call writes; waiting for it in C++ also raises the call's error.
+
+        Callbacks added immediately run before the calls issued next. If the call has finished, they run when added; if
+        not, the future's completion takes this position among the calls. Ranks may differ in that, but not in the order
+        of calls.
+
+        C++ mistakes an exception set in Python for a result, and terminates the process; it recognizes one raised by a
+        callback.
+        """
+        end: torch.futures.Future[None] | None = None
+        with self._lock:
+            if self._future is None:
+                end = torch.futures.Future()
+                self._future = end.then(functools.partial(_end_of, self._outcome, self._result))
+        if end is not None:
+            complete = functools.partial(end.set_result, None)
+            self._queue.serve_until(self._outcome.over)
+            if self._outcome.over.is_set():
+                complete()
+            else:
+                self._queue.behind(complete)
+        return self._future
+
+
+def _end_of(outcome: Outcome, result: Any, _: torch.futures.Future[None]) -> Any:
+    if (error := outcome.seen()) is not None:
+        raise error
+    return result

@@ -29,8 +29,9 @@ def _create(options: Any, backend_options: Any) -> Any:
     Raises TypeError if ``pg_options`` are not NCCL options.
     """
     from shotcast.process_group import torch_private
+    from shotcast.process_group.device_calls import ThreadWork
     from shotcast.process_group.group import ShotcastProcessGroup
-    from shotcast.process_group.works import InnerWork, SeveralWorks, StreamWork, ThreadWork
+    from shotcast.process_group.works import InnerWork, SeveralWorks, StreamWork
 
     if backend_options is not None and not torch_private.are_nccl_options(backend_options):
         kind = type(backend_options).__name__
