@@ -62,8 +62,9 @@ def test_a_run_in_which_a_rank_fails_is_recorded(tmp_path: Path, monkeypatch: py
 
 
 def test_references_follow_the_inputs() -> None:
-    plan = stress_calls.Plan("cpu", 5, 0, 0, 0.0, 1 << 10, 200.0, "")
-    env = {"SHOTCAST_CPU_KERNELS": "interpreter"}  # compiled CPU ranks have no transport in FP8
+    plan = stress_calls.Plan("cpu", 5, 0, 0, 0.0, 1 << 13, 200.0, "")
+    # compiled CPU ranks have no transport in FP8
+    env = {"SHOTCAST_CPU_KERNELS": "interpreter", "TRITON_INTERPRET": "1"}
     assert shotcast.spawn(stress_targets.turning, 2, plan, env=env, timeout_s=300) == [0, 0]
 
 
