@@ -23,6 +23,7 @@ from overlap_bench import measure, report, result
 from simulated_hosts.facts import simulated
 
 from shotcast.bench import kernels
+from shotcast.bench.plot import check_format
 from shotcast.cli.options import (
     Device,
     DeviceOption,
@@ -43,7 +44,6 @@ from shotcast.cli.options import (
 )
 from shotcast.errors import ConfigError
 from shotcast.hardware.detect import detect
-from shotcast.planner.picture import check_format
 from shotcast.units import parse_size
 
 app = typer.Typer(pretty_exceptions_enable=False)

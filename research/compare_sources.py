@@ -5,7 +5,8 @@
         all-reduce --device cuda -b 8K -e 8K --algorithms one_shot,two_shot --world-size 2
 
 Rounds begin with one version and the other alternately, so that neither has the warmer machine. The result has the
-times of each round, and for each algorithm and size the median of the rounds and its growth.
+times of each round, and for each algorithm and size the median of the rounds and its growth. With ``--host``, which
+earlier versions of ``shotcast bench`` had, ``research/bench_modes.py`` measures the sources of now.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 from shotcast.hardware.detect import detect
 
 NOW = Path(__file__).parents[1] / "src"
+MODES = Path(__file__).parent / "bench_modes.py"
 
 
 def measured(source: Path, command: Sequence[str], file: Path) -> dict[str, float]:
@@ -35,7 +37,8 @@ def measured(source: Path, command: Sequence[str], file: Path) -> dict[str, floa
         ArithmeticError: a result was wrong, and has no time.
     """
     environment = os.environ | {"PYTHONPATH": str(source.resolve())}
-    run = [sys.executable, "-m", "shotcast", "bench", *command, "--json", str(file)]
+    program = [str(MODES)] if source == NOW and "--host" in command else ["-m", "shotcast", "bench"]
+    run = [sys.executable, *program, *command, "--json", str(file)]
     subprocess.run(run, env=environment, check=True, cwd=file.parent, stdout=subprocess.DEVNULL)
     rows = json.loads(file.read_text())["rows"]
     if wrong := [row["algorithm"] for row in rows if row["time_us"] is None]:

@@ -20,7 +20,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from shotcast.bench.engine_report import TRANSFORMERS, EngineRow, read
+import engine_results
+
+from shotcast.bench.engine_report import TRANSFORMERS, EngineRow
 from shotcast.collectives.algorithm import Topology
 from shotcast.collectives.choice.select import predicted_us
 from shotcast.collectives.registry import registered
@@ -111,7 +113,7 @@ def table(rows: Sequence[EngineRow]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", type=Path, required=True, help="a result of shotcast bench engine on one host")
-    print(table(read(parser.parse_args().json)))
+    print(table(engine_results.read(parser.parse_args().json)))
 
 
 if __name__ == "__main__":

@@ -51,6 +51,14 @@ bench() {
     ran "$name" $?
 }
 
+# seconds, name, arguments of research/bench_modes.py
+modes() {
+    limit=$1 name=$2
+    shift 2
+    timeout -k 5 "$limit" python3 research/bench_modes.py "$@" --json "$out/$name.json" >"$out/$name.txt" 2>&1
+    ran "$name" $?
+}
+
 # seconds, name, arguments of `shotcast tune`
 tune() {
     limit=$1 name=$2
@@ -124,7 +132,7 @@ for part in "$@"; do
             --world-size "$ranks" --algorithms $more
         bench 90 "all_reduce_f32_x$ranks" all-reduce -b 1K -e 256M -f 4 -d float32 --seconds 0.04 \
             --world-size "$ranks" --algorithms $more
-        bench 90 "between_bf16_x$ranks" all-reduce --between gemm -b 16K -e 1M -f 8 --seconds 0.1 --world-size "$ranks" \
+        modes 90 "between_bf16_x$ranks" all-reduce --between gemm -b 16K -e 1M -f 8 --seconds 0.1 --world-size "$ranks" \
             --algorithms auto,nccl
         ;;
     x[567]) # numbers of ranks that have no packaged table
@@ -134,10 +142,10 @@ for part in "$@"; do
         bench 150 "all_reduce_symmetric_x$ranks" all-reduce -b 1K -e 256M -f 2 --seconds 0.05 --world-size "$ranks" \
             --algorithms auto,nccl,nccl_symmetric
         for op in all-reduce reduce-scatter all-gather; do
-            bench 100 "host_$(echo "$op" | tr - _)_x$ranks" "$op" -b 8K -e 8K --host --seconds 0.2 \
+            modes 100 "host_$(echo "$op" | tr - _)_x$ranks" "$op" -b 8K -e 8K --host --seconds 0.2 \
                 --world-size "$ranks" --algorithms auto,nccl
         done
-        bench 100 "host_fused_x$ranks" all-reduce-rms-norm --tokens 1 --host --seconds 0.2 \
+        modes 100 "host_fused_x$ranks" all-reduce-rms-norm --tokens 1 --host --seconds 0.2 \
             --world-size "$ranks" --algorithms auto,nccl
         ;;
     slices_x[248])
@@ -146,7 +154,7 @@ for part in "$@"; do
         done
         ;;
     fused_x[248])
-        bench 200 "fused_bf16_x$ranks" all-reduce-rms-norm --tokens 1,2,4,8,16,32,64,128,256,512 --seconds 0.03 \
+        modes 200 "fused_bf16_x$ranks" all-reduce-rms-norm --tokens 1,2,4,8,16,32,64,128,256,512 --seconds 0.03 \
             --world-size "$ranks" --algorithms one_shot,two_shot,unfused,plain_one_shot,plain_two_shot,fp8_dynamic,nccl
         ;;
     tune_x[248])

@@ -36,12 +36,15 @@ import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import engine_results
+from call_modes import names as modes
+from call_modes.rows import CallRow, above_plain_us, read
 from made_by import with_note
 
-from shotcast.bench import engine_report, implementations, report
+from shotcast.bench import engine_report, implementations
 from shotcast.bench.engine_report import EngineRow
 from shotcast.bench.operations import OPERATIONS
-from shotcast.bench.report import Row, above_plain_us, require_same
+from shotcast.bench.report import require_same
 from shotcast.errors import ConfigError
 from shotcast.units import parse_size
 from shotcast.wire import Op
@@ -66,7 +69,7 @@ _LABELS = {
 
 
 def markdown_table(
-    rows: Sequence[Row], kind: str = "", sizes: Sequence[int] = (), columns: Sequence[str] = (), measure: str = ""
+    rows: Sequence[CallRow], kind: str = "", sizes: Sequence[int] = (), columns: Sequence[str] = (), measure: str = ""
 ) -> str:
     """Return the table as lines of Markdown.
 
@@ -86,7 +89,7 @@ def markdown_table(
     require_same(rows, *(["device"] if kind == "operations" else ["op", "dtype", "device", "reduction"]))
     measures = {row.measure for row in rows}
     if not kind:
-        fused = rows[0].op in implementations.FUSED_OPS
+        fused = rows[0].op in modes.FUSED_OPS
         networked = any(row.nodes > 1 for row in rows)
         kind = "between" if "between" in measures else "fused" if fused else "hosts" if networked else "times"
     if kind not in KINDS:
@@ -115,13 +118,13 @@ def size_name(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
-def fastest(rows: Sequence[Row], nbytes: int, belongs: Callable[[Row], bool]) -> Row | None:
+def fastest(rows: Sequence[CallRow], nbytes: int, belongs: Callable[[CallRow], bool]) -> CallRow | None:
     """Return the fastest row of a size among those that ``belongs`` selects; None if none was timed."""
     timed = [row for row in rows if row.nbytes == nbytes and row.time_us is not None and belongs(row)]
     return min(timed, key=lambda row: row.time_us or 0.0, default=None)
 
 
-def own_bits(row: Row) -> bool:
+def own_bits(row: CallRow) -> bool:
     """Return whether the all-reduce of a row's algorithm gives the bits of the numerics contract at every size."""
     algorithm = implementations.algorithms().get(row.algorithm)
     return algorithm is not None and algorithm.keeps_bits(Op.ALL_REDUCE, row.shape)
@@ -133,13 +136,13 @@ def label(name: str) -> str:
     return _LABELS.get(name, name) if algorithm is None else algorithm.label
 
 
-def library(row: Row) -> bool:
-    return implementations.is_library(row.algorithm)
+def library(row: CallRow) -> bool:
+    return modes.is_library(row.algorithm)
 
 
-FAMILIES: dict[str, Callable[[Row], bool]] = {
+FAMILIES: dict[str, Callable[[CallRow], bool]] = {
     "shotcast": own_bits,
-    "NCCL": lambda row: implementations.is_nccl(row.algorithm),
+    "NCCL": lambda row: modes.is_nccl(row.algorithm),
     "Gloo": lambda row: row.algorithm == "gloo",
     "PyTorch": lambda row: implementations.is_torch(row.algorithm),
     "our ring": lambda row: row.algorithm == "ring",
@@ -147,7 +150,7 @@ FAMILIES: dict[str, Callable[[Row], bool]] = {
 """Implementations that a summary shows as one: the fastest of each family at each size."""
 
 
-def measured_families(rows: Sequence[Row]) -> dict[str, Callable[[Row], bool]]:
+def measured_families(rows: Sequence[CallRow]) -> dict[str, Callable[[CallRow], bool]]:
     """Return the families that have at least one of these rows."""
     return {name: belongs for name, belongs in FAMILIES.items() if any(belongs(row) for row in rows)}
 
@@ -155,7 +158,7 @@ def measured_families(rows: Sequence[Row]) -> dict[str, Callable[[Row], bool]]:
 # --- kinds ------------------------------------------------------------------------------------------------------------
 
 
-def _times(rows: Sequence[Row], columns: Sequence[str]) -> tuple[list[str], _Cells]:
+def _times(rows: Sequence[CallRow], columns: Sequence[str]) -> tuple[list[str], _Cells]:
     require_same(rows, "world_size", "hidden", "nodes", "delay_us")
     name = "Gloo" if rows[0].device == "cpu" else "best NCCL"
     compared = any(own_bits(row) for row in rows) and any(library(row) for row in rows)
@@ -169,7 +172,7 @@ def _times(rows: Sequence[Row], columns: Sequence[str]) -> tuple[list[str], _Cel
     return head, cells
 
 
-def _summary(rows: Sequence[Row]) -> tuple[list[str], _Cells]:
+def _summary(rows: Sequence[CallRow]) -> tuple[list[str], _Cells]:
     families = measured_families(rows)
     head, cells = [""], [[size_name(nbytes)] for nbytes in _sizes(rows)]
     for world_size in _world_sizes(rows):
@@ -183,7 +186,7 @@ def _summary(rows: Sequence[Row]) -> tuple[list[str], _Cells]:
     return head, cells
 
 
-def _ratios(rows: Sequence[Row]) -> tuple[list[str], _Cells]:
+def _ratios(rows: Sequence[CallRow]) -> tuple[list[str], _Cells]:
     head, cells = [""], [[size_name(nbytes)] for nbytes in _sizes(rows)]
     name = "Gloo" if rows[0].device == "cpu" else "best NCCL"
     for world_size in _world_sizes(rows):
@@ -196,9 +199,9 @@ def _ratios(rows: Sequence[Row]) -> tuple[list[str], _Cells]:
     return head, cells
 
 
-def _networks(rows: Sequence[Row]) -> dict[str, list[Row]]:
+def _networks(rows: Sequence[CallRow]) -> dict[str, list[CallRow]]:
     """Return the rows of each network between hosts, by its name, in the order in which the files were given."""
-    networks: dict[str, list[Row]] = {}
+    networks: dict[str, list[CallRow]] = {}
     for row in rows:
         if row.nodes == 1:
             raise ConfigError("these rows are of one host; a table of hosts needs rows of several")
@@ -207,7 +210,7 @@ def _networks(rows: Sequence[Row]) -> dict[str, list[Row]]:
     return networks
 
 
-def _hosts(rows: Sequence[Row]) -> tuple[list[str], _Cells]:
+def _hosts(rows: Sequence[CallRow]) -> tuple[list[str], _Cells]:
     head, cells = [""], [[size_name(nbytes)] for nbytes in _sizes(rows)]
     for name, group in _networks(rows).items():
         head += [f"{name}: Gloo", "auto", "Gloo / auto", "fastest"]
@@ -220,7 +223,7 @@ def _hosts(rows: Sequence[Row]) -> tuple[list[str], _Cells]:
     return head, cells
 
 
-def _model(rows: Sequence[Row]) -> tuple[list[str], _Cells]:
+def _model(rows: Sequence[CallRow]) -> tuple[list[str], _Cells]:
     head, cells = [""], [[size_name(nbytes)] for nbytes in _sizes(rows)]
     for name, group in _networks(rows).items():
         names = [one for one in _in_order(group) if any(row.predicted_us and row.algorithm == one for row in group)]
@@ -233,10 +236,10 @@ def _model(rows: Sequence[Row]) -> tuple[list[str], _Cells]:
     return head, cells
 
 
-def _operations(rows: Sequence[Row]) -> tuple[list[str], _Cells]:
+def _operations(rows: Sequence[CallRow]) -> tuple[list[str], _Cells]:
     require_same(rows, "nodes")
     head = ["", "operation", "reduction", "dtype", *(size_name(nbytes) for nbytes in _sizes(rows))]
-    groups: dict[tuple[str, str, str, str], list[Row]] = {}
+    groups: dict[tuple[str, str, str, str], list[CallRow]] = {}
     for row in rows:
         reduction = row.reduction if OPERATIONS[row.op].reduces else ""
         groups.setdefault((_ranks(row), row.op.replace("_", "-"), reduction, row.dtype), []).append(row)
@@ -248,12 +251,12 @@ def _operations(rows: Sequence[Row]) -> tuple[list[str], _Cells]:
     return head, cells
 
 
-def _fused(rows: Sequence[Row], columns: Sequence[str]) -> tuple[list[str], _Cells]:
+def _fused(rows: Sequence[CallRow], columns: Sequence[str]) -> tuple[list[str], _Cells]:
     require_same(rows, "world_size", "hidden")
     above = {"fused": implementations.own_algorithms(rows[0].op)}
-    above |= {name: (name,) for name in (*implementations.FP8, "unfused")}
+    above |= {name: (name,) for name in (*modes.FP8, "unfused")}
     above = {name: group for name, group in above.items() if any(row.algorithm in group for row in rows)}
-    if not any(row.algorithm in implementations.PLAIN for row in rows):
+    if not any(row.algorithm in modes.PLAIN for row in rows):
         above = {}
     head = ["tokens", "size", *(label(column) for column in columns)]
     head += [f"above plain: {label(name)}" for name in above]
@@ -273,7 +276,7 @@ def _fused(rows: Sequence[Row], columns: Sequence[str]) -> tuple[list[str], _Cel
     return head, cells
 
 
-def _between(rows: Sequence[Row]) -> tuple[list[str], _Cells]:
+def _between(rows: Sequence[CallRow]) -> tuple[list[str], _Cells]:
     require_same(rows, "world_size", "hidden")
     worked = [row for row in rows if row.measure == "between"]
     if not worked:
@@ -323,31 +326,31 @@ def _lines(head: list[str], cells: _Cells) -> str:
     return "\n".join(texts).replace("|  |", "| |").replace("|  |", "| |")
 
 
-def _sizes(rows: Sequence[Row]) -> list[int]:
+def _sizes(rows: Sequence[CallRow]) -> list[int]:
     return sorted({row.nbytes for row in rows})
 
 
-def _world_sizes(rows: Sequence[Row]) -> list[int]:
+def _world_sizes(rows: Sequence[CallRow]) -> list[int]:
     """Return the world sizes in the order in which the files were given."""
     return list(dict.fromkeys(row.world_size for row in rows))
 
 
-def _in_order(rows: Sequence[Row]) -> list[str]:
+def _in_order(rows: Sequence[CallRow]) -> list[str]:
     """Return the measured implementations in the order of reports, unknown names last."""
     measured = list(dict.fromkeys(row.algorithm for row in rows))
-    order = implementations.known(rows[0].op, rows[0].device)
+    order = modes.known(rows[0].op, rows[0].device)
     return [name for name in order if name in measured] + [name for name in measured if name not in order]
 
 
-def _ranks(row: Row) -> str:
+def _ranks(row: CallRow) -> str:
     return f"{row.world_size} {'GPUs' if row.device == 'cuda' else 'ranks'}"
 
 
-def _us(row: Row | None) -> str:
+def _us(row: CallRow | None) -> str:
     return "" if row is None or row.time_us is None else _microseconds(row.time_us)
 
 
-def _ms(row: Row | None) -> str:
+def _ms(row: CallRow | None) -> str:
     return "" if row is None or row.time_us is None else f"{row.time_us / 1e3:.1f}"
 
 
@@ -355,7 +358,7 @@ def _microseconds(value: float | None) -> str:
     return "" if value is None else f"{value:.1f}" if value < 1000 else f"{value:.0f}"
 
 
-def _ratio(slow: Row | None, fast: Row | None) -> str:
+def _ratio(slow: CallRow | None, fast: CallRow | None) -> str:
     if slow is None or fast is None or not slow.time_us or not fast.time_us:
         return ""
     ratio = slow.time_us / fast.time_us
@@ -390,10 +393,10 @@ def _names(text: str) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> None:
     asked = options().parse_args(arguments)
     if asked.kind == "engine":
-        text = engine_table([row for path in asked.json for row in engine_report.read(path)])
+        text = engine_table([row for path in asked.json for row in engine_results.read(path)])
     else:
         world_sizes = [int(number) for number in asked.world_size]
-        rows = [row for path in asked.json for row in report.read(path).rows]
+        rows = [row for path in asked.json for row in read(path).rows]
         rows = [row for row in rows if not world_sizes or row.world_size in world_sizes]
         sizes = [parse_size(size) for size in asked.sizes]
         text = markdown_table(rows, asked.kind, sizes, asked.columns, asked.measure)

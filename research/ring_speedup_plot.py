@@ -18,9 +18,10 @@ from typing import Any
 import matplotlib.figure
 import matplotlib.patheffects
 import matplotlib.ticker
+from call_modes.rows import CallRow, read
 from result_tables import fastest, size_name
 
-from shotcast.bench.report import Row, read, require_same
+from shotcast.bench.report import require_same
 from shotcast.errors import ConfigError
 
 SMALLEST, LARGEST = 4 << 10, 1 << 20
@@ -31,7 +32,7 @@ CLAIM = 3.0
 """The claim in the title of NVIDIA's article "3x Faster AllReduce with NVSwitch and TensorRT-LLM MultiShot" (2024)."""
 
 
-def ratios(rows: Sequence[Row], ring: str) -> list[tuple[int, float]]:
+def ratios(rows: Sequence[CallRow], ring: str) -> list[tuple[int, float]]:
     """Return message sizes in bytes with the time of ``ring`` divided by MultiShot's, for rows of one world size."""
     points = []
     for nbytes in sorted({row.nbytes for row in rows if SMALLEST <= row.nbytes <= LARGEST}):
@@ -42,7 +43,7 @@ def ratios(rows: Sequence[Row], ring: str) -> list[tuple[int, float]]:
     return points
 
 
-def figure(rows: Sequence[Row], caption: str = "") -> Any:
+def figure(rows: Sequence[CallRow], caption: str = "") -> Any:
     """Draw the picture as a matplotlib figure, with ``caption`` below it.
 
     Raises:
@@ -144,7 +145,7 @@ def options(description: str | None = __doc__) -> argparse.ArgumentParser:
 
 def main(
     arguments: Sequence[str] | None = None,
-    draw: Callable[[Sequence[Row], str], Any] = figure,
+    draw: Callable[[Sequence[CallRow], str], Any] = figure,
     description: str | None = __doc__,
 ) -> None:
     asked = options(description).parse_args(arguments)

@@ -16,9 +16,10 @@ import matplotlib.figure
 import matplotlib.patheffects
 import matplotlib.ticker
 import ring_speedup_plot
+from call_modes.rows import CallRow
 from result_tables import fastest, measured_families, size_name
 
-from shotcast.bench.report import Row, require_same
+from shotcast.bench.report import require_same
 
 # The palette of Okabe and Ito, which readers with any colour vision can tell apart.
 STYLES = {
@@ -32,7 +33,7 @@ NOTED = (8 << 10, 1 << 20, 128 << 20)
 """Message sizes at which the times of shotcast and of the library are written out."""
 
 
-def curves(rows: Sequence[Row]) -> dict[str, list[tuple[int, float]]]:
+def curves(rows: Sequence[CallRow]) -> dict[str, list[tuple[int, float]]]:
     """Return each family's points (message size in bytes, microseconds), for rows of one world size."""
     points: dict[str, list[tuple[int, float]]] = {}
     for name, belongs in measured_families(rows).items():
@@ -43,7 +44,7 @@ def curves(rows: Sequence[Row]) -> dict[str, list[tuple[int, float]]]:
     return points
 
 
-def figure(rows: Sequence[Row], caption: str = "") -> Any:
+def figure(rows: Sequence[CallRow], caption: str = "") -> Any:
     """Draw the picture as a matplotlib figure; ``caption`` stands below it.
 
     Raises:

@@ -21,10 +21,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 
+import engine_results
 import torch
 
 from shotcast.bench.engine_bench import EngineBenchConfig, read_bandwidth_gbps, row_of
-from shotcast.bench.engine_report import TRANSFORMERS, EngineRow, read
+from shotcast.bench.engine_report import TRANSFORMERS, EngineRow
 from shotcast.launcher.spawn import spawn
 from shotcast.models.source import find_model, open_checkpoint
 from shotcast.planner.step import Layout
@@ -92,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("result", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args(arguments)
-    rows = [row for row in read(options.result) if row.algorithm != TRANSFORMERS]
+    rows = [row for row in engine_results.read(options.result) if row.algorithm != TRANSFORMERS]
     # on a rank, whose threads and memory are an engine's
     (added,) = spawn(measured, 1, config_of(rows, options.rounds))
     document = json.loads(options.result.read_text())

@@ -109,7 +109,7 @@ def test_doctor_for_programs() -> None:
     ("shell_name", "words", "completed"),
     [
         ("bash", "shotcast do", ["doctor"]),
-        ("bash", "shotcast bench all-", ["all-reduce", "all-gather", "all-to-all", "all-reduce-rms-norm"]),
+        ("bash", "shotcast bench all-", ["all-reduce", "all-gather", "all-to-all"]),
         ("zsh", "shotcast doctor --js", ["--json"]),
         ("fish", "shotcast ser", ["serve"]),
     ],
@@ -226,79 +226,6 @@ class TestBench:
         result = CliRunner().invoke(app, ["bench", "all-reduce", "--device", "cpu", "--world-size", "2"])
         assert result.exit_code == 1
         assert "some results were wrong" in result.stderr
-
-    @pytest.mark.full
-    def test_work_between_calls(self, tmp_path: Path) -> None:
-        result_file = tmp_path / "result.json"
-        result = invoked(
-            "bench", "all-reduce", *QUICK, "-b", "256", "-e", "1K", "--world-size", "2",
-            "--algorithms", "one_shot,gloo", "--between", "gemm", "--hidden", "64", "--gemm-k", "8",
-            "--json", result_file,
-        )  # fmt: skip
-        points = [(row["measure"], row["work"], row["nbytes"]) for row in json.loads(result_file.read_text())["rows"]]
-        assert set(points) == {("call", "", 256), ("call", "", 1024)} | {
-            ("between", "gemm 8x64", 256),
-            ("between", "gemm 8x64", 1024),
-        }
-        assert "gemm 8x64 between calls" in result.stdout
-
-    def test_host_time_of_cpu_ranks_is_the_calls_time(self) -> None:
-        result = invoked("bench", "all-reduce", *QUICK, "-b", "64", "-e", "64", "--world-size", "2", "--host")
-        assert "host time of a call" in result.stdout
-        assert "this is the" in result.stdout
-
-    def test_allocating_with_out_given_is_an_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from shotcast.bench import harness
-        from shotcast.bench.report import Row
-
-        def rows(algorithm: str) -> list[Row]:
-            point = Row.from_ranks(
-                op="all_reduce", device="cuda", world_size=2, dtype="float32", algorithm=algorithm, nbytes=64,
-                medians_us=[1.0], p99s_us=[1.0], errors=0, measure="host", allocations=3,
-            )  # fmt: skip
-            return [point]
-
-        command = ["bench", "all-reduce", "--device", "cpu", "--world-size", "2", "--host"]
-        monkeypatch.setattr(harness, "run", lambda config, world_size: rows("two_shot"))
-        result = CliRunner().invoke(app, command)
-        assert result.exit_code == 1
-        assert "calls with out given allocated GPU memory: two_shot" in result.stderr
-        monkeypatch.setattr(harness, "run", lambda config, world_size: rows("nccl"))
-        assert CliRunner().invoke(app, command).exit_code == 0
-
-
-KEPT = [
-    f"--json={Path(__file__).parent.parent}/benchmarks/data/h200/earlier/all_reduce_bf16_x{number}.json"
-    for number in (4, 2)
-]
-
-
-class TestKeptResults:
-    def test_plot(self, tmp_path: Path) -> None:
-        picture = tmp_path / "picture.png"
-        result = CliRunner().invoke(app, ["bench", "plot", str(picture), *KEPT])
-        assert result.exit_code == 0, result.output
-        assert picture.read_bytes().startswith(b"\x89PNG")
-
-    def test_plot_says_where_it_was_measured(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        from shotcast.bench import plot
-
-        captions = []
-        monkeypatch.setattr(plot, "plot", lambda rows, path, caption: captions.append(caption))
-        CliRunner().invoke(app, ["bench", "plot", str(tmp_path / "a.png"), *KEPT])
-        assert captions == ["NVIDIA H200, PyTorch 2.11.0, Triton 3.6.0, NCCL 2.28.9, 2026-11-21"]
-
-    @pytest.mark.parametrize(
-        ("arguments", "text"),
-        [
-            (["plot", "a.png", "--json", "none.json"], "none.json is not a benchmark result"),
-            (["plot", "a.png", KEPT[0], "--kind", "pie"], "no picture 'pie'"),
-            (["plot", "a.docx", KEPT[0]], "accepted: .png, .svg, .pdf"),
-            (["plot", "a.png", KEPT[0], "--world-size", "8"], "nothing to plot"),
-        ],
-    )
-    def test_errors_are_one_line(self, arguments: list[str], text: str) -> None:
-        assert text in refused("bench", *arguments)
 
 
 class TestTune:
@@ -420,11 +347,7 @@ class TestErrors:
             (["--dtype", "complex64"], "choose from float32"),
             (["--op", "mean"], "choose from sum, prod"),
             (["--op", "avg", "-d", "int"], "avg of int32 is not measured"),
-            (["--between", "gemm", "-d", "int"], "products between calls are of float32"),
             (["--iters", "1"], "at least 5"),
-            (["--between", "sleep"], "no work 'sleep' between calls; choose from gemm"),
-            (["--between", "gemm", "--host"], "host time is measured without work between"),
-            (["--host", "--eager"], "already measures eager calls"),
             (["--plot", "picture.docx"], "picture.docx has the suffix .docx"),
             (["--json", "/"], "cannot write /: Is a directory"),
             (["--json", "/proc/t.json"], "cannot write /proc/t.json: "),
@@ -437,18 +360,8 @@ class TestErrors:
         monkeypatch.setattr("shotcast.bench.harness.run", lambda config, world_size: pytest.fail("measured"))
         assert text in refused("bench", "all-reduce", "--device", "cpu", *args)
 
-    @pytest.mark.parametrize("tokens", ["", "0", "1,x", "-1"])
-    def test_tokens(self, tokens: str) -> None:
-        assert "--tokens takes whole numbers" in refused(
-            "bench", "all-reduce-rms-norm", "--device=cpu", f"--tokens={tokens}"
-        )
-
     def test_copies_take_no_reduction(self) -> None:
         assert "all_gather takes no reduction" in refused("bench", "all-gather", "--device", "cpu", "-o", "max")
-
-    @pytest.mark.parametrize("op", ["reduce-scatter", "all-gather"])
-    def test_between_is_for_all_reduces(self, op: str) -> None:
-        assert "measured for all-reduces" in refused("bench", op, "--device", "cpu", "--between", "gemm")
 
     def test_cuda_without_gpus(self) -> None:
         import torch

@@ -16,14 +16,16 @@ from typing import Any
 
 import gpu_times
 import torch
+from call_modes import harness
+from call_modes.mode_config import ModeConfig
+from call_modes.rows import kernels_of
 from gpu_calibration import attention, host, passes, products
 from gpu_calibration.case import Cases
 from gpu_calibration.fit import KERNELS_FILE
 from gpu_calibration.host import HostSteps
 from gpu_calibration.products import ProductShape
 
-from shotcast.bench import harness, kernels, report
-from shotcast.bench.config import BenchConfig
+from shotcast.bench import kernels, report
 from shotcast.bench.progress import progress
 from shotcast.collectives.rank_device import gpu_of
 from shotcast.errors import ConfigError
@@ -214,8 +216,8 @@ def _cases(shapes: Sequence[Cases], filled: bool) -> Iterator[Any]:
 
 def _link(folder: Path, ranks: int, fp8: bool, command: str, shown: bool) -> Iterator[Path]:
     """Measure all-reduces, plain and fused with the norm, with ``fp8`` also in FP8."""
-    plain = BenchConfig("all_reduce", "cuda", "bfloat16", _SIZES, ("one_shot", "two_shot", "ring"), budget_s=0.04)
-    fused = BenchConfig(
+    plain = ModeConfig("all_reduce", "cuda", "bfloat16", _SIZES, ("one_shot", "two_shot", "ring"), budget_s=0.04)
+    fused = ModeConfig(
         "all_reduce_rms_norm",
         "cuda",
         "bfloat16",
@@ -227,6 +229,6 @@ def _link(folder: Path, ranks: int, fp8: bool, command: str, shown: bool) -> Ite
     for name, config in (("all_reduce", plain), ("fused", fused)):
         rows = harness.run(replace(config, progress=shown), ranks)
         path = folder / f"{name}_bf16_x{ranks}.json"
-        made_by = kernels.of_rows(rows)
+        made_by = kernels_of(rows)
         report.write(path, report.Result.now(rows, environment=detect().as_json(), command=command, kernels=made_by))
         yield path

@@ -10,10 +10,10 @@ from rich.table import Table
 
 from overlap_bench.config import COMMUNICATION, COMPUTE, LIBRARY, LIBRARY_COMMUNICATION
 from overlap_bench.result import Measured, OverlapRow
+from shotcast.bench.plot import check_format
 from shotcast.errors import ConfigError
 from shotcast.overlap.policy import SEQUENTIAL
 from shotcast.overlap.schedule import COMPUTE_LANE
-from shotcast.planner.picture import check_format
 from shotcast.units import format_size
 
 _COLORS = ("#0072B2", "#D55E00", "#E69F00", "#CC79A7", "#009E73")

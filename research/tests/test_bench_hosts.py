@@ -8,13 +8,13 @@ import subprocess
 from pathlib import Path
 
 import bench_hosts
+import engine_results
 import pytest
 import torch
 import transformers
 from typer.testing import CliRunner
 
 from hosts import needs_hosts
-from shotcast.bench import engine_report
 from shotcast.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -106,7 +106,7 @@ def test_the_engine_beside_gloo(tmp_path: Path) -> None:
     words = ["engine", "-m", str(tmp_path), *options, *hosts, "--json", str(stored)]
     result = CliRunner().invoke(bench_hosts.app, words)
     assert result.exit_code == 0, result.output
-    rows = {(row.layout, row.algorithm): row for row in engine_report.read(stored)}
+    rows = {(row.layout, row.algorithm): row for row in engine_results.read(stored)}
     assert list(rows) == [(layout, algorithm) for layout in ("4x1", "2x2") for algorithm in ("auto", "gloo")]
     assert {(row.hosts, row.delay_us, row.device) for row in rows.values()} == {(2, 2000.0, "cpu")}
     # two layers reduce four times, after the embedding once, and gather logits; each crosses the network once or more

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import engine_on_hosts as predictions
+import engine_results
 import pytest
 
 from shotcast.bench import engine_report
@@ -36,7 +37,7 @@ def test_a_sum_of_a_few_bytes_takes_a_latency_and_gloos_four_for_each_other_host
 
 
 def test_the_table_begins_with_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = engine_report.read(RESULT)
+    rows = engine_results.read(RESULT)
     monkeypatch.setattr(predictions, "open_checkpoint", lambda name: type("Opened", (), {"config": MODEL}))
     lines = predictions.table(rows).splitlines()
     alone = next(row for row in rows if row.layout == "1x1" and row.algorithm != engine_report.TRANSFORMERS)

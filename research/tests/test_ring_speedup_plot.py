@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 import ring_speedup_plot
+from call_modes.rows import CallRow
 
 from shotcast.bench import report
-from shotcast.bench.report import Row
 from shotcast.errors import ConfigError
 
 KB = 1 << 10
 
 
-def row(algorithm: str = "ring", nbytes: int = 1 << 20, time_us: float = 100.0, **change: object) -> Row:
+def row(algorithm: str = "ring", nbytes: int = 1 << 20, time_us: float = 100.0, **change: object) -> CallRow:
     facts = {"op": "all_reduce", "device": "cpu", "world_size": 4, "dtype": "bfloat16", "errors": 0, **change}
-    return Row.from_ranks(
+    return CallRow.from_ranks(
         [time_us - 3, time_us], [time_us * 3, time_us * 2], algorithm=algorithm, nbytes=nbytes, **facts
     )
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import summary_plot
+from call_modes.rows import CallRow
 
 from shotcast.bench import report
-from shotcast.bench.report import Row
 from shotcast.errors import ConfigError
 
 KB = 1 << 10
@@ -18,12 +18,12 @@ TIMES_US = {
 }  # fmt: skip
 
 
-def row(algorithm: str, nbytes: int, time_us: float, **facts: object) -> Row:
+def row(algorithm: str, nbytes: int, time_us: float, **facts: object) -> CallRow:
     times = [time_us] * 2
-    return Row.from_ranks(algorithm=algorithm, nbytes=nbytes, medians_us=times, p99s_us=times, **facts)
+    return CallRow.from_ranks(algorithm=algorithm, nbytes=nbytes, medians_us=times, p99s_us=times, **facts)
 
 
-def rows(**change: object) -> list[Row]:
+def rows(**change: object) -> list[CallRow]:
     facts = {"op": "all_reduce", "dtype": "bfloat16", "device": "cuda", "world_size": 4, "errors": 0, **change}
     return [row(name, nbytes, time_us, **facts) for nbytes in (8 * KB, 1024 * KB) for name, time_us in TIMES_US.items()]
 

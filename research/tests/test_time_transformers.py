@@ -6,15 +6,15 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+import engine_results
+import plot_results
 import pytest
 import time_transformers
 import torch
 import transformers
-from typer.testing import CliRunner
 
 from shotcast.bench import engine_report
 from shotcast.bench.engine_report import EngineRow
-from shotcast.cli import app
 
 
 @pytest.mark.timing
@@ -32,7 +32,7 @@ def test_rows_of_transformers_are_put_before_those_of_the_engine(tmp_path: Path)
     stored.write_text(json.dumps({"command": "shotcast bench engine", "rows": [asdict(row) for row in own]}))
     for _ in range(2):  # a second time replaces the rows
         time_transformers.main([str(stored), "--rounds", "1"])
-        rows = engine_report.read(stored)
+        rows = engine_results.read(stored)
         assert [(row.layout, row.algorithm, row.batch) for row in rows[:2]] == [
             ("1x1", "transformers", batch) for batch in (1, 3)
         ]
@@ -47,14 +47,13 @@ def test_rows_of_transformers_are_put_before_those_of_the_engine(tmp_path: Path)
         assert row.roofline_ms * row.bandwidth_gbps * 1e6 == pytest.approx(nbytes)
     assert engine_report.cells(rows)[0][:3] == ("1x1", "transformers", "1")
     assert json.loads(stored.read_text())["command"].startswith("shotcast bench engine && python research/")
-    result = CliRunner().invoke(app, ["bench", "plot", str(picture), "--kind", "engine", "--json", str(stored)])
-    assert result.exit_code == 0, result.output
+    plot_results.main([str(picture), "--kind", "engine", "--json", str(stored)])
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_kept_results_name_transformers() -> None:
     kept = Path(__file__).parents[2] / "benchmarks" / "data" / "cpu" / "engine_smollm2_f32.json"
-    rows = engine_report.read(kept)
+    rows = engine_results.read(kept)
     assert engine_report.cells(rows)[0][:2] == ("1x1", "transformers")
     config = time_transformers.config_of(rows, 2)
     assert (config.model, config.batches, config.prompt, config.output) == ("smollm2", (1, 4, 16), 64, 64)

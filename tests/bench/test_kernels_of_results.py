@@ -46,13 +46,6 @@ class TestNames:
                 row("auto", "reduce_scatter", world_size=2),
                 [f"reduce_scatter/{n}" for n in ("one_shot", "ring", "vendor")],
             ),
-            (row("plain_two_shot", "all_reduce_rms_norm"), ["all_reduce/two_shot"]),
-            (row("nccl", "all_reduce_rms_norm"), ["kernels.triton.norm"]),
-            (row("gloo", "all_reduce_rms_norm", "cpu"), ["transport.cpu.norm_rows"]),
-            (
-                row("fp8_static", "all_reduce_rms_norm"),
-                [f"all_reduce_rms_norm/{n}" for n in ("one_shot", "two_shot", "vendor")],
-            ),
         ],
     )
     def test_of_a_row(self, one: report.Row, names: list[str]) -> None:

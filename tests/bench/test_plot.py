@@ -6,6 +6,7 @@ import pytest
 from test_report import row
 
 from shotcast.bench import implementations, plot
+from shotcast.bench.operations import OPERATIONS
 from shotcast.errors import ConfigError
 
 
@@ -78,7 +79,7 @@ def test_without_a_ring_the_library_is_the_reference(tmp_path: Path, monkeypatch
 
 
 def test_colours_tell_all_implementations_apart() -> None:
-    for op in implementations.OPS:
+    for op in OPERATIONS:
         for device in ("cpu", "cuda"):
             names = implementations.default(op, device)
             assert len({plot.color_of(name) for name in names}) == len(names)

@@ -125,8 +125,8 @@ def test_tests_and_targets_within_sentences() -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        "shotcast bench plot --kindd summary a.png --json b.json",
-        "shotcast bench plott a.png",
+        "shotcast bench engine --layoutt 1x1",
+        "shotcast bench enginee",
         "shotcast serve smollm2 --tensor-parallel two",
         "make nothing",
         "pip install '.[engines]'",

@@ -74,9 +74,9 @@ class BenchCall:
 
 def own_call(name: str, op: str, comm: Any, x: torch.Tensor, out: torch.Tensor, reduction: str = "sum") -> BenchCall:
     """Build a call of algorithm ``name`` of ``comm``, on ordinary tensors, out of place."""
-    method, operation = getattr(comm, op), OPERATIONS.get(op, OPERATIONS["all_reduce"])
+    method, operation = getattr(comm, op), OPERATIONS[op]
     given: dict[str, Any] = {"root": ROOT} if operation.rooted else {}
-    if operation.reduces and op in OPERATIONS:
+    if operation.reduces:
         given["reduction"] = reduction
     if op == "broadcast":
         held = torch.empty_like(x)

@@ -54,17 +54,13 @@ class Case:
 
     def __init__(self, context: RankContext, op: str, nbytes: int, seed: int, reduction: str = "sum"):
         self.context, self.op, self.nbytes, self._seed, self.reduction = context, op, nbytes, seed, reduction
-        self._operation = OPERATIONS.get(op, OPERATIONS["all_reduce"])
+        self._operation = OPERATIONS[op]
         self._count = nbytes // context.dtype.itemsize
         self._part = self._count // context.world_size
         self.x = self._input(context.rank)
 
     def _input(self, rank: int) -> torch.Tensor:
         return self.context.random(self._seed, rank, self._part if self._operation.takes_part else self._count)
-
-    def restore(self) -> None:
-        """Restore the input after work between calls has overwritten it."""
-        self.x.copy_(self._input(self.context.rank))
 
     def _new(self) -> torch.Tensor:
         count = self._part if self._operation.gives_part else self._count
@@ -79,7 +75,7 @@ class Case:
             legal = (*self._explained("eager").candidates, implementations.AUTO)
         for name in names:
             if implementations.is_own(name):
-                if name in legal or name in implementations.FUSED:
+                if name in legal:
                     calls.append(self._own(name))
             elif baselines.supports(name, context.dtype, self.nbytes, context.world_size, self.reduction):
                 calls.append(self._other(name))
@@ -118,9 +114,7 @@ class Case:
         rank, world_size = self.context.rank, self.context.world_size
         if self._operation.to_root and rank != ROOT:
             return {}
-        value, bound = expected(
-            self.op if self.op in OPERATIONS else "all_reduce", self.reduction, rank, world_size, self._input
-        )
+        value, bound = expected(self.op, self.reduction, rank, world_size, self._input)
         results = {"sum": (value, bound)}
         if not self._operation.reduces or self.reduction != "sum" or not self.context.dtype.is_floating_point:
             return results

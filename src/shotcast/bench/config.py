@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from shotcast import wire
 from shotcast.bench import implementations
-from shotcast.bench.gemm import WORK_BETWEEN
 from shotcast.bench.operations import OPERATIONS
 from shotcast.errors import ConfigError
 from shotcast.units import align_up
@@ -36,26 +35,20 @@ class BenchConfig:
     budget_s: float = 0.4
     timeout_s: float = 600.0  # seconds for all sizes at one world size; then the ranks are ended
     progress: bool = False
-    hidden: int = 0  # elements of a row (a token), for fused operations and for work between calls
-    between: str = ""  # work that is also put between calls: ``gemm``, or empty for none
-    inner: int = 0  # columns of the matrix product's left operand; 0 for hidden / ranks
-    host: bool = False  # measure the host time of a call instead of the call's own time
     nodes: int = 1  # the nodes that the ranks are on, equally many on each
     reduction: str = "sum"  # of operations that reduce
 
     def __post_init__(self) -> None:
-        if self.op not in implementations.OPS:
-            raise ConfigError(f"there is no benchmark of {self.op!r}; choose from {', '.join(implementations.OPS)}")
-        if self.dtype not in (served := wire.REDUCIBLE if self._fused else DTYPES):
-            raise ConfigError(f"dtype {self.dtype!r} is not measured; choose from {', '.join(served)}")
+        if self.op not in OPERATIONS:
+            raise ConfigError(f"there is no benchmark of {self.op!r}; choose from {', '.join(OPERATIONS)}")
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype {self.dtype!r} is not measured; choose from {', '.join(DTYPES)}")
         if self.reduction not in REDUCTIONS:
             raise ConfigError(f"reduction {self.reduction!r} is not measured; choose from {', '.join(REDUCTIONS)}")
-        if self.reduction != "sum" and (self._fused or not OPERATIONS[self.op].reduces):
+        if self.reduction != "sum" and not OPERATIONS[self.op].reduces:
             raise ConfigError(f"{self.op} takes no reduction")
         if self.reduction not in wire.REDUCED[self.dtype]:
             raise ConfigError(f"{self.reduction} of {self.dtype} is not measured")
-        if self.between and self.dtype not in wire.REDUCIBLE:
-            raise ConfigError(f"matrix products between calls are of {', '.join(wire.REDUCIBLE)}, not {self.dtype}")
         if self.device not in ("cpu", "cuda"):
             raise ConfigError(f"device must be cpu or cuda, not {self.device!r}")
         known = implementations.known(self.op, self.device)
@@ -63,16 +56,6 @@ class BenchConfig:
             raise ConfigError(
                 f"unknown algorithms for {self.op} on {self.device}: {', '.join(unknown)}; known: {', '.join(known)}"
             )
-        if self.between and self.between not in WORK_BETWEEN:
-            raise ConfigError(f"there is no work {self.between!r} between calls; choose from {', '.join(WORK_BETWEEN)}")
-        if self.between and not self.op.startswith("all_reduce"):
-            raise ConfigError(f"work between calls is measured for all-reduces, not for {self.op}")
-        if self.between and self.host:
-            raise ConfigError("host time is measured without work between calls")
-        if self.host and self.eager:
-            raise ConfigError("host already measures eager calls; leave out eager, which would measure the GPU")
-        if self.hidden < 0 or self.inner < 0 or (not self.hidden and (self.between or self._fused)):
-            raise ConfigError(f"hidden must be at least 1 (and inner at least 0), not {self.hidden} and {self.inner}")
         if self.iters < MIN_CALLS:
             raise ConfigError(f"a median needs at least {MIN_CALLS} timed calls, not {self.iters}")
         if self.warmup_iters < 0:
@@ -80,23 +63,11 @@ class BenchConfig:
         if not self.sizes or min(self.sizes) < 1:
             raise ConfigError("message sizes must be at least 1 byte")
 
-    @property
-    def _fused(self) -> bool:
-        return self.op in implementations.FUSED_OPS
-
-    @property
-    def measures(self) -> tuple[str, ...]:
-        return ("host",) if self.host else ("call", "between") if self.between else ("call",)
-
     def implementations(self) -> tuple[str, ...]:
         """Return the implementation names in report order. ``vendor`` is listed under the name of the library."""
         return self.algorithms or implementations.default(self.op, self.device, self.nodes)
 
     def nbytes(self, world_size: int) -> tuple[int, ...]:
-        """Return the sizes in whole elements: whole rows, or equal parts for each rank if the tensor is divided."""
-        multiple = wire.DTYPES[self.dtype]
-        if self._fused or self.between:
-            multiple *= self.hidden
-        elif OPERATIONS[self.op].divided:
-            multiple *= world_size
+        """Return the sizes in whole elements, which are equal parts for each rank if the tensor is divided."""
+        multiple = wire.DTYPES[self.dtype] * (world_size if OPERATIONS[self.op].divided else 1)
         return tuple(dict.fromkeys(align_up(size, multiple) for size in self.sizes))

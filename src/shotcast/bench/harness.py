@@ -13,13 +13,6 @@ For each message size:
 A time is the maximum over the ranks of each rank's median sample. On CUDA a sample is the time of a replay divided by
 its number of calls. The first replay of each round is dropped because the ranks start it at different times. Calls that
 add in place (``torch.distributed.all_reduce``) run on zeros while they are timed; otherwise values would overflow.
-
-With ``between``, each round also times the same calls in alternation with a matrix product that writes the tensor they
-read (:mod:`shotcast.bench.gemm`), and the product by itself. A rank's time for a call is then the sample of the
-alternation minus that rank's median for the product.
-
-With ``host``, the harness instead measures how long the host takes to make a call, without waiting for the GPU
-(:func:`shotcast.bench.timers.host`), and how often the calls allocate GPU memory.
 """
 
 from __future__ import annotations
@@ -27,9 +20,8 @@ from __future__ import annotations
 import contextlib
 import datetime
 import faulthandler
-import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,10 +33,8 @@ from shotcast.bench import baselines, implementations, timers
 from shotcast.bench.baselines import BenchCall
 from shotcast.bench.cases import Case, RankContext, Reference
 from shotcast.bench.config import MIN_CALLS, BenchConfig
-from shotcast.bench.fused_case import FusedCase
-from shotcast.bench.gemm import MeasuredGemm
 from shotcast.bench.progress import progress
-from shotcast.bench.report import MEASURES, Row
+from shotcast.bench.report import Row
 from shotcast.collectives.choice.select import predicted_us
 from shotcast.collectives.communicator import DEFAULT_MAX_BYTES, Communicator
 from shotcast.collectives.rank_device import gpu_of
@@ -55,10 +45,6 @@ from shotcast.wire import Op
 
 ROUNDS = 3
 RENDEZVOUS_TIMEOUT_S = 60.0
-_WORK_ALONE = ""
-
-_Task = tuple[str, str]
-"""A timed task: the measure, and the implementation (empty for the work without calls)."""
 
 
 def run(config: BenchConfig, world_size: int) -> list[Row]:
@@ -71,7 +57,7 @@ def run(config: BenchConfig, world_size: int) -> list[Row]:
         extra = baselines.NCCL_FAVOURABLE | dict(setting)
         rows += spawn(measure, world_size, config, tuple(names), timeout_s=config.timeout_s, env=extra)[0]
     order = {name: number for number, name in enumerate(config.implementations())}
-    return sorted(rows, key=lambda row: (MEASURES.index(row.measure), row.nbytes, order[row.algorithm]))
+    return sorted(rows, key=lambda row: (row.nbytes, order[row.algorithm]))
 
 
 def run_under_torchrun(config: BenchConfig) -> list[Row]:
@@ -99,24 +85,29 @@ def ending_after(timeout_s: float) -> Iterator[None]:
 
 def measure(config: BenchConfig, names: tuple[str, ...]) -> list[Row]:
     """Measure on this rank; all rows are returned on every rank."""
-    job = env.job()
-    assert job is not None
-    device = torch.device("cpu")
-    if config.device == "cuda":
-        device = torch.device("cuda", gpu_of(job.local_rank))
-        torch.cuda.set_device(device)
-    if not dist.is_initialized():
-        dist.init_process_group(
-            "gloo" if config.device == "cpu" else "cpu:gloo,cuda:nccl",
-            timeout=datetime.timedelta(seconds=RENDEZVOUS_TIMEOUT_S),
-        )
-    group = dist.group.WORLD
-    assert group is not None
-    harness = RankHarness(config, names, device, group, ControlGroup(group))
+    harness = RankHarness(config, names, *join(config.device))
     try:
         return list(harness.rows())
     finally:
         harness.close()
+
+
+def join(device_name: str) -> tuple[torch.device, dist.ProcessGroup, ControlGroup]:
+    """Join the job's process group; return this rank's device, the group, and a group to control measurements."""
+    job = env.job()
+    assert job is not None
+    device = torch.device("cpu")
+    if device_name == "cuda":
+        device = torch.device("cuda", gpu_of(job.local_rank))
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        dist.init_process_group(
+            "gloo" if device_name == "cpu" else "cpu:gloo,cuda:nccl",
+            timeout=datetime.timedelta(seconds=RENDEZVOUS_TIMEOUT_S),
+        )
+    group = dist.group.WORLD
+    assert group is not None
+    return device, group, ControlGroup(group)
 
 
 def workspace_bytes(device: str, largest: int) -> int | None:
@@ -194,59 +185,41 @@ class RankHarness:
         for call in calls:
             errors[call.name] = self._call_once(call, reference)
         timed = [call for call in calls if not errors[call.name]]
-        work = self._work(nbytes)
-        samples, allocated = self._time(timed, work, case)
+        samples = self._time(timed)
         if self.context.comm is not None:
             self.context.comm.check()  # the replay of a graph does not report a fault by itself
-        if work is not None:
-            case.restore()
         for call in timed:
             errors[call.name] = self._call_once(call, reference)
-        mode = "graph" if self.device.type == "cuda" and not (config.eager or config.host) else "eager"
-        alone = [self.control.gather(float(np.median(samples[task]))) for task in samples if task[1] == _WORK_ALONE]
-        for measure in config.measures:
-            for call in calls:
-                statistics, rounds_us, allocations = [], [], None
-                if call in timed and not errors[call.name]:
-                    us = samples[measure, call.name]
-                    statistics = self.control.gather((float(np.median(us)), float(np.percentile(us, 99))))
-                    rounds_us = self.control.gather([float(np.median(part)) for part in np.array_split(us, ROUNDS)])
-                    allocations = allocated.get(call.name)
-                between = measure == "between" and work is not None
-                yield Row.from_ranks(
-                    op=config.op,
-                    device=config.device,
-                    world_size=self.control.world_size,
-                    dtype=config.dtype,
-                    algorithm=call.name,
-                    nbytes=nbytes,
-                    medians_us=[median for median, _ in statistics],
-                    p99s_us=[p99 for _, p99 in statistics],
-                    errors=errors[call.name],
-                    measure=measure,
-                    hidden=config.hidden,
-                    work=work.name if between and work is not None else "",
-                    works_us=alone[0] if between and statistics else (),
-                    allocations=allocations,
-                    nodes=config.nodes,
-                    predicted_us=self._predicted_us(call.name, case.x),
-                    rounds_us=rounds_us,
-                    reduction=config.reduction,
-                    chosen=case.chosen(mode) if call.name == implementations.AUTO else "",
-                )
+        mode = "graph" if self.device.type == "cuda" and not config.eager else "eager"
+        for call in calls:
+            right = call in timed and not errors[call.name]
+            yield Row.from_ranks(
+                **self._gathered(samples[call.name] if right else None),
+                op=config.op,
+                device=config.device,
+                world_size=self.control.world_size,
+                dtype=config.dtype,
+                algorithm=call.name,
+                nbytes=nbytes,
+                errors=errors[call.name],
+                nodes=config.nodes,
+                predicted_us=self._predicted_us(call.name, case.x),
+                reduction=config.reduction,
+                chosen=case.chosen(mode) if call.name == implementations.AUTO else "",
+            )
+
+    def _gathered(self, samples_us: np.ndarray | None) -> dict[str, Any]:
+        """Gather the statistics of all ranks for :meth:`Row.from_ranks`; none for a call that has no time."""
+        if samples_us is None:
+            return {"medians_us": [], "p99s_us": []}
+        medians_us, p99s_us = zip(
+            *self.control.gather((float(np.median(samples_us)), float(np.percentile(samples_us, 99)))), strict=True
+        )
+        rounds_us = self.control.gather([float(np.median(part)) for part in np.array_split(samples_us, ROUNDS)])
+        return {"medians_us": medians_us, "p99s_us": p99s_us, "rounds_us": rounds_us}
 
     def _case(self, nbytes: int, seed: int) -> Case:
-        if self.config.op in implementations.FUSED_OPS:
-            return FusedCase(self.context, self.config.op, nbytes, self.config.hidden, seed)
         return Case(self.context, self.config.op, nbytes, seed, self.config.reduction)
-
-    def _work(self, nbytes: int) -> MeasuredGemm | None:
-        config, context = self.config, self.context
-        if not config.between:
-            return None
-        tokens = nbytes // (context.dtype.itemsize * config.hidden)
-        inner = config.inner or max(1, config.hidden // context.world_size)
-        return MeasuredGemm(tokens, inner, config.hidden, context.dtype, self.device)
 
     def _predicted_us(self, name: str, x: torch.Tensor) -> float | None:
         """Predict the time of an all-reduce between nodes with the cost model; None if the model does not cover it."""
@@ -280,46 +253,24 @@ class RankHarness:
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
-    def _time(
-        self, calls: Sequence[BenchCall], work: MeasuredGemm | None, case: Case
-    ) -> tuple[Mapping[_Task, np.ndarray], Mapping[str, int]]:
-        """Return this rank's samples in microseconds per call, and the number of allocations in timed calls of all
-        ranks.
-        """
-        task_timers: dict[_Task, timers.Timer] = {}
-        in_place: dict[_Task, torch.Tensor] = {}
+    def _time(self, calls: Sequence[BenchCall]) -> dict[str, np.ndarray]:
+        """Return this rank's samples in microseconds per call, by implementation."""
+        call_timers: dict[str, timers.Timer] = {}
         for call in calls:
-            task = (self.config.measures[0], call.name)
             if call.load is not None:
-                in_place[task] = call.source.zero_()
-            task_timers[task] = self._timer(call.run)
-        if work is not None:
-            task_timers["between", _WORK_ALONE] = self._timer(lambda: work(case.x))
-            for call in calls:
-                task_timers["between", call.name] = self._timer(functools.partial(_work_and_call, work, call))
-        samples: dict[_Task, list[np.ndarray]] = {task: [] for task in task_timers}
-        allocated: dict[str, int] = {}
+                call.source.zero_()
+            call_timers[call.name] = self._timer(call.run)
+        samples: dict[str, list[np.ndarray]] = {call.name: [] for call in calls}
         for _ in range(ROUNDS):
-            for task, timer in task_timers.items():
-                if task in in_place:
-                    in_place[task].zero_()
-                self.control.barrier()
-                before = timers.allocations(self.device)
-                samples[task].append(timer())
-                after = timers.allocations(self.device)
-                if self.config.host and before is not None and after is not None:
-                    allocated[task[1]] = allocated.get(task[1], 0) + after - before
-        joined = {task: np.concatenate(parts) for task, parts in samples.items()}
-        if work is not None:
-            alone_us = np.median(joined["between", _WORK_ALONE])
             for call in calls:
-                joined["between", call.name] -= alone_us
-        return joined, {name: sum(self.control.gather(count)) for name, count in allocated.items()}
+                if call.load is not None:
+                    call.source.zero_()
+                self.control.barrier()
+                samples[call.name].append(call_timers[call.name]())
+        return {name: np.concatenate(parts) for name, parts in samples.items()}
 
     def _timer(self, run: Callable[[], Any]) -> timers.Timer:
         count = self._calls_per_round(run)
-        if self.config.host:
-            return timers.host(run, count, self._synchronize)
         if self.device.type == "cpu":
             return timers.cpu(run, count)
         return (timers.eager if self.config.eager else timers.graph)(run, count)
@@ -343,8 +294,3 @@ class RankHarness:
         each_s = max(self.control.gather((time.perf_counter() - start) / max(1, self.config.warmup_iters)))
         total = min(self.config.iters, max(MIN_CALLS, int(self.config.budget_s / each_s)))
         return -(-total // ROUNDS)
-
-
-def _work_and_call(work: MeasuredGemm, call: BenchCall) -> None:
-    work(call.source)
-    call.run()

@@ -4,11 +4,6 @@ CPU ranks have Gloo. CUDA has NCCL with its default choice (``nccl``), NCCL rest
 (``nccl_ring``, ``nccl_tree``) or to one of its protocols (``nccl_ll``, ``nccl_ll128``, ``nccl_simple``), and the
 kernels that PyTorch builds on symmetric memory (``torch_one_shot``, ``torch_two_shot``). ``nccl_symmetric``, NCCL on
 tensors in registered memory, is measured only on request. "Best NCCL" is the fastest of all measured NCCL variants.
-
-A fused operation (``all_reduce_rms_norm``, ``all_reduce_layer_norm``) also has ``unfused`` (our all-reduce, then a
-kernel for residual and norm), ``plain`` (only our all-reduce: the time above it is the cost of the fused part;
-``plain_one_shot`` and ``plain_two_shot`` name its algorithm), ``fp8_static`` and ``fp8_dynamic`` (the fused forms that
-quantize), and NCCL or Gloo followed by the same kernel for residual and norm.
 """
 
 from __future__ import annotations
@@ -17,21 +12,11 @@ from shotcast.collectives import registry
 from shotcast.collectives.algorithm import LIBRARY, Algorithms
 from shotcast.wire import Op
 
-PLAIN_OPS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce", "gather", "scatter")
 _BY_MESSAGES = ("all_to_all", "gather", "scatter")
 """Operations that NCCL builds from messages, without a choice of algorithm."""
-FUSED_OPS = ("all_reduce_rms_norm", "all_reduce_layer_norm")
-_BY_TREES = ("all_reduce", *FUSED_OPS)
-"""Operations for which NCCL has a tree."""
-OPS = PLAIN_OPS + FUSED_OPS
 
 AUTO = "auto"
 """The Communicator's choice."""
-PLAIN = {"plain": "auto", "plain_one_shot": "one_shot", "plain_two_shot": "two_shot"}
-"""Our all-reduce without the fused residual and norm, and its algorithm."""
-FP8 = {"fp8_static": "static", "fp8_dynamic": "dynamic"}
-FUSED = ("unfused", *PLAIN, *FP8)
-"""Implementations of fused operations other than algorithms; the Communicator runs all of them."""
 
 NCCL_SETTINGS: dict[str, dict[str, str]] = {
     "nccl_ring": {"NCCL_ALGO": "Ring"},
@@ -69,8 +54,6 @@ def baselines(op: str, device: str) -> tuple[str, ...]:
     """Return the baselines measured by default for an operation."""
     if device == "cpu":
         return ("gloo",)
-    if op in FUSED_OPS:
-        return ("nccl",)
     protocols = tuple(name for name, setting in NCCL_SETTINGS.items() if "NCCL_PROTO" in setting)
     if op == "all_reduce":
         return ("nccl", "nccl_ring", "nccl_tree", *protocols, "torch_one_shot", "torch_two_shot")
@@ -81,9 +64,7 @@ def baselines(op: str, device: str) -> tuple[str, ...]:
 
 def default(op: str, device: str, nodes: int = 1) -> tuple[str, ...]:
     """Return the implementations measured by default, in report order."""
-    own = own_algorithms(op, nodes)
-    own = (*own, *FUSED) if op in FUSED_OPS else own
-    return (*own, *baselines(op, device))
+    return (*own_algorithms(op, nodes), *baselines(op, device))
 
 
 def known(op: str, device: str) -> tuple[str, ...]:
@@ -91,7 +72,7 @@ def known(op: str, device: str) -> tuple[str, ...]:
     extra = tuple(one.name for one in algorithms().serving(Op[op.upper()]) if one.between_nodes)
     if device == "cuda":
         settings = [
-            name for name in NCCL_SETTINGS if op not in _BY_MESSAGES and (name != "nccl_tree" or op in _BY_TREES)
+            name for name in NCCL_SETTINGS if op not in _BY_MESSAGES and (name != "nccl_tree" or op == "all_reduce")
         ]
         extra = (*extra, *settings, *((NCCL_SYMMETRIC,) if op == "all_reduce" else ()))
     return tuple(dict.fromkeys((*default(op, device), LIBRARY, *extra)))
@@ -99,17 +80,8 @@ def known(op: str, device: str) -> tuple[str, ...]:
 
 def is_own(name: str) -> bool:
     """Return whether the Communicator runs this implementation."""
-    return name in algorithms() or name == AUTO or name in FUSED
-
-
-def is_nccl(name: str) -> bool:
-    return name == "nccl" or name.startswith("nccl_")
+    return name in algorithms() or name == AUTO
 
 
 def is_torch(name: str) -> bool:
     return name.startswith("torch_")
-
-
-def is_library(name: str) -> bool:
-    """Return whether this is Gloo or a variant of NCCL."""
-    return is_nccl(name) or name == "gloo"

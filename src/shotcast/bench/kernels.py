@@ -22,7 +22,6 @@ from shotcast.wire import NodeShape, Op
 
 _ENGINE_OPS = tuple(op for op in Op if op is not Op.ALL_TO_ALL)
 _MODULES = {"cuda": "kernels/triton", "cpu": "kernels/cpu"}
-_NORM = {"cuda": "kernels.triton.norm", "cpu": "transport.cpu.norm_rows"}
 
 
 def of_rows(rows: Sequence[Row]) -> dict[str, str]:
@@ -42,7 +41,7 @@ def of_engine(rows: Sequence[EngineRow]) -> dict[str, str]:
         if tensor * pipeline == 1:
             continue
         for op in _ENGINE_OPS:
-            names |= dict.fromkeys(_collective(op, row.algorithm, NodeShape(1, tensor * pipeline)))
+            names |= dict.fromkeys(of_call(op, row.algorithm, NodeShape(1, tensor * pipeline)))
     return now(names, usual(device))
 
 
@@ -50,7 +49,7 @@ def of_layout(device: str, ranks: int) -> dict[str, str]:
     """Return the fingerprints of all kernels that an engine with ``ranks`` ranks on one node may choose."""
     names = dict.fromkeys(_modules(device))
     for op in _ENGINE_OPS if ranks > 1 else ():
-        names |= dict.fromkeys(_collective(op, implementations.AUTO, NodeShape(1, ranks)))
+        names |= dict.fromkeys(of_call(op, implementations.AUTO, NodeShape(1, ranks)))
     return now(names, usual(device))
 
 
@@ -66,20 +65,11 @@ def of_collectives(device: str, nodes: int = 1) -> dict[str, str]:
 
 def _behind(row: Row) -> tuple[str, ...]:
     """Return the names of our kernels that produced a row; none if a library did."""
-    op, name = Op[row.op.upper()], row.algorithm
-    fused = row.op in implementations.FUSED_OPS
-    norm = (_NORM[row.device],) if fused and (name == "unfused" or implementations.is_library(name)) else ()
-    if name in implementations.PLAIN:
-        return _collective(Op.ALL_REDUCE, implementations.PLAIN[name], row.shape)
-    if name == "unfused":
-        return (*_collective(Op.ALL_REDUCE, implementations.AUTO, row.shape), *norm)
-    if name in implementations.FP8:
-        return _collective(op, implementations.AUTO, row.shape)
-    return (*_collective(op, name, row.shape), *norm) if implementations.is_own(name) else norm
+    return of_call(Op[row.op.upper()], row.algorithm, row.shape) if implementations.is_own(row.algorithm) else ()
 
 
-def _collective(op: Op, name: str, shape: NodeShape) -> tuple[str, ...]:
-    """Return the kernels that an algorithm may run; for ``auto``, its candidates.
+def of_call(op: Op, name: str, shape: NodeShape) -> tuple[str, ...]:
+    """Return the names of the kernels that an algorithm may run; for ``auto``, of its candidates.
 
     An engine runs a named algorithm for the operations it serves, and ``auto`` for the others.
     """
@@ -106,7 +96,7 @@ def _modules(device: str) -> tuple[str, ...]:
     folder = importlib.resources.files("shotcast").joinpath(*_MODULES[device].split("/"))
     names = sorted(file.name.removesuffix(".py") for file in folder.iterdir() if file.name.endswith(".py"))
     modules = tuple(f"{_MODULES[device].replace('/', '.')}.{name}" for name in names if name != "__init__")
-    return modules if device == "cuda" else (*modules, _NORM["cpu"])
+    return modules if device == "cuda" else (*modules, "transport.cpu.norm_rows")
 
 
 def now(names: Iterable[str], transport: Transport) -> dict[str, str]:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shotcast.bench.implementations import PLAIN_OPS, algorithms, is_own
+from shotcast import extras
+from shotcast.bench.implementations import algorithms, is_own
 from shotcast.bench.report import Row, require_same
 from shotcast.errors import ConfigError
-from shotcast.planner.picture import check_format
 
 COLORS = {
     "auto": "#000000",
@@ -21,20 +21,25 @@ COLORS = {
     "nccl_ll128": "#8c564b",
     "nccl_simple": "#dbdb8d",
     "nccl_symmetric": "#9edae5",
-    "unfused": "#8c564b",
-    "plain": "#c7c7c7",
-    "plain_one_shot": "#aec7e8",
-    "plain_two_shot": "#ff9896",
-    "fp8_static": "#ff7f0e",
-    "fp8_dynamic": "#e377c2",
     "torch_one_shot": "#9467bd",
     "torch_two_shot": "#c5b0d5",
 }
 """Colors of curves that are not registered algorithms, whose descriptions name their colors."""
 _OTHER_COLOR = "#8c564b"
 
-REFERENCES = ("unfused", "ring", "nccl", "gloo")
+FORMATS = (".png", ".svg", ".pdf")
+REFERENCES = ("ring", "nccl", "gloo")
 """Candidates for the base of a speed-up; the first one measured is used."""
+
+
+def check_format(path: Path) -> None:
+    """Raise ConfigError unless plots can be drawn in the format given by the suffix of ``path``."""
+    extras.require("plots", "a picture")
+    if path.suffix.lower() not in FORMATS:
+        raise ConfigError(
+            f"{path} has {f'the suffix {path.suffix}' if path.suffix else 'no suffix'}, and that of a picture says its "
+            f"format; accepted: {', '.join(FORMATS)}"
+        )
 
 
 def _reference(rows: Sequence[Row]) -> str:
@@ -70,28 +75,24 @@ def _figure(rows: Sequence[Row], caption: str) -> Any:
     """Draw latency above and speed-up below, with one column of axes for each world size."""
     import matplotlib.figure
 
-    measure = "call" if any(row.measure == "call" for row in rows) else rows[0].measure
-    timed = [row for row in rows if row.measure == measure]
-    require_same(timed, "op", "dtype", "device", "hidden")
-    world_sizes = sorted({row.world_size for row in timed})
+    require_same(rows, "op", "dtype", "device")
+    world_sizes = sorted({row.world_size for row in rows})
     figure = matplotlib.figure.Figure(figsize=(max(0.9 + 4.1 * len(world_sizes), 6.4), 6.6), layout="constrained")
     grid = figure.subplots(
         2, len(world_sizes), sharex=True, sharey="row", squeeze=False, gridspec_kw={"height_ratios": [3, 2]}
     )
-    over = _reference(timed)
-    bottom = _floor(timed, over)
+    over = _reference(rows)
+    bottom = _floor(rows, over)
     for column, world_size in enumerate(world_sizes):
-        panel = [row for row in timed if row.world_size == world_size]
+        panel = [row for row in rows if row.world_size == world_size]
         _latency(grid[0][column], panel, f"{world_size} ranks")
         _speedup(grid[1][column], panel, over, bottom)
     # set after all columns are drawn, as they share the axis
     grid[1][0].set_ylim(bottom=bottom)
-    grid[0][0].set_ylabel("host time of a call (µs)" if measure == "host" else "time of a call (µs)")
+    grid[0][0].set_ylabel("time of a call (µs)")
     grid[1][0].set_ylabel(f"speed-up over {over}")
-    first = timed[0]
+    first = rows[0]
     title = f"{first.op.replace('_', '-')}, {first.dtype}, {first.device.upper()} ranks"
-    if first.op not in PLAIN_OPS:
-        title += f", hidden {first.hidden}"
     figure.suptitle(title, fontweight="bold")
     handles, labels = grid[0][-1].get_legend_handles_labels()
     columns = min(2 + 2 * len(world_sizes), 6, len(labels))

@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import datetime
 import json
-import operator
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from shotcast import wire
-from shotcast.bench import implementations
 from shotcast.bench.operations import OPERATIONS
 from shotcast.errors import ConfigError
 from shotcast.wire import NodeShape
-
-MEASURES = ("call", "between", "host")
-"""Kinds of times.
-
-``call``: calls back to back. ``between``: a call with work between the calls, minus the work. ``host``: host time.
-"""
 
 
 def busbw_factor(op: str, world_size: int) -> float:
@@ -30,12 +22,7 @@ def busbw_factor(op: str, world_size: int) -> float:
 
     It is :math:`2(n-1)/n` for an all-reduce, 1 for a broadcast and a reduce, and :math:`(n-1)/n` otherwise.
     """
-    return OPERATIONS[plain_operation(op)].links(world_size)
-
-
-def plain_operation(op: str) -> str:
-    """Return the plain operation that moves as much data as ``op``."""
-    return op if op in OPERATIONS else "all_reduce"
+    return OPERATIONS[op].links(world_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +35,11 @@ class Row:
     the slowest rank's median minus the fastest's. Bandwidths are in GB/s (1e9). ``errors`` counts wrong elements on all
     ranks; it is None if they were not compared. A wrong result is not timed: its times and bandwidths are None.
 
-    ``measure`` is one of :data:`MEASURES`; only calls back to back have bandwidths. For ``between``, the time is for a
-    call and the work before it, minus the work; ``work`` names the work and ``work_us`` is its time. For ``host``, it
-    is the time the host takes to enqueue a call; ``allocations`` is how often all ranks together allocated GPU memory
-    in the timed calls, None if not counted. ``hidden`` is the number of elements of a row where the operation works by
-    rows, else 0.
-
     ``lowest_us`` and ``highest_us`` are the times of the fastest and the slowest round. They are None if rounds were
     not recorded separately.
 
-    ``nodes`` is the number of equal nodes that the ranks are on, and ``delay_us`` the one-way delay of the network
-    between simulated hosts. ``predicted_us`` is the cost model's time if ranks are on several nodes.
+    ``nodes`` is the number of equal nodes that the ranks are on. ``predicted_us`` is the cost model's time if ranks are
+    on several nodes.
     """
 
     op: str
@@ -73,13 +54,7 @@ class Row:
     algbw_gbps: float | None
     busbw_gbps: float | None
     errors: int | None
-    measure: str = "call"
-    hidden: int = 0
-    work: str = ""
-    work_us: float | None = None
-    allocations: int | None = None
     nodes: int = 1
-    delay_us: float = 0.0
     predicted_us: float | None = None
     lowest_us: float | None = None
     highest_us: float | None = None
@@ -91,21 +66,18 @@ class Row:
         cls,
         medians_us: Sequence[float],
         p99s_us: Sequence[float],
-        works_us: Sequence[float] = (),
         rounds_us: Sequence[Sequence[float]] = (),
         **facts: Any,
     ) -> Row:
         """Build a row from each rank's median and 99th percentile; both are empty for a wrong result.
 
         Args:
-            works_us: each rank's median for the work.
             rounds_us: each rank's median of each round.
             facts: the fields that are neither times nor bandwidths.
         """
         time_us = max(medians_us) if medians_us else None
         of_rounds = [max(of_ranks) for of_ranks in zip(*rounds_us, strict=True)]
-        back_to_back = facts.get("measure", "call") == "call"
-        algbw_gbps = facts["nbytes"] / time_us / 1e3 if time_us and back_to_back else None
+        algbw_gbps = facts["nbytes"] / time_us / 1e3 if time_us else None
         busbw = busbw_factor(facts["op"], facts["world_size"])
         return cls(
             time_us=time_us,
@@ -113,7 +85,6 @@ class Row:
             skew_us=None if time_us is None else time_us - min(medians_us),
             algbw_gbps=algbw_gbps,
             busbw_gbps=None if algbw_gbps is None else algbw_gbps * busbw,
-            work_us=max(works_us) if works_us else None,
             lowest_us=min(of_rounds, default=None),
             highest_us=max(of_rounds, default=None),
             **facts,
@@ -133,12 +104,7 @@ class Row:
     def count(self) -> int:
         """The number of elements as nccl-tests counts them: the tensor, or one rank's part if it is divided."""
         elements = self.nbytes // wire.DTYPES[self.dtype]
-        return elements // self.world_size if OPERATIONS[plain_operation(self.op)].divided else elements
-
-    @property
-    def tokens(self) -> int:
-        """The rows of the tensor if the operation works by rows; else 0."""
-        return self.nbytes // (wire.DTYPES[self.dtype] * self.hidden) if self.hidden else 0
+        return elements // self.world_size if OPERATIONS[self.op].divided else elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,27 +136,15 @@ class Result:
         return ", ".join(part for part in (*parts, self.date[:10]) if part)
 
 
-_TITLES = {
-    "call": "",
-    "between": ", {work} between calls: a call and the work before it, less the work alone",
-    "host": ", host time of a call",
-}
-
-
 def table(rows: Sequence[Row]) -> Table:
-    """Format rows of one measure as a table with the columns of nccl-tests, p99 and skew.
+    """Format rows as a table with the columns of nccl-tests, p99 and skew.
 
     The fastest implementation of each size is highlighted.
     """
     first = rows[0]
     hosts = f" on {first.nodes} hosts" if first.nodes > 1 else ""
-    if first.nodes > 1 and first.delay_us:
-        hosts += f", {first.delay_us:g} us one way"
     title = f"{first.op}, {first.world_size} {first.device} ranks{hosts}"
-    title += _TITLES[first.measure].format(work=first.work)
-    if first.measure == "host" and first.device == "cpu":
-        title += " (on the CPU a call returns when it is done: this is the call's time)"
-    reduces, back_to_back = OPERATIONS[plain_operation(first.op)].reduces, first.measure == "call"
+    reduces = OPERATIONS[first.op].reduces
     same_size: dict[int, list[Row]] = {nbytes: [] for nbytes in sorted({row.nbytes for row in rows})}
     for row in rows:
         same_size[row.nbytes].append(row)
@@ -201,21 +155,13 @@ def table(rows: Sequence[Row]) -> Table:
         (True, "redop", lambda row: row.reduction if reduces else "none"),
         (True, "algorithm", lambda row: row.implementation),
         (True, "time\n(us)", lambda row: _cell(row.time_us)),
-        (back_to_back, "algbw\n(GB/s)", lambda row: _cell(row.algbw_gbps)),
-        (back_to_back, "busbw\n(GB/s)", lambda row: _cell(row.busbw_gbps)),
+        (True, "algbw\n(GB/s)", lambda row: _cell(row.algbw_gbps)),
+        (True, "busbw\n(GB/s)", lambda row: _cell(row.busbw_gbps)),
         (True, "#wrong", lambda row: "N/A" if row.errors is None else str(row.errors)),
         (True, "p99\n(us)", lambda row: _cell(row.p99_us)),
         (True, "skew\n(us)", lambda row: _cell(row.skew_us)),
-        (bool(first.hidden), "tokens", lambda row: str(row.tokens)),
         (first.nodes > 1, "Gloo/this", lambda row: _over_gloo(row, same_size[row.nbytes])),
         (any(row.predicted_us is not None for row in rows), "model\n(us)", lambda row: _cell(row.predicted_us)),
-        (
-            first.op in implementations.FUSED_OPS,
-            "above plain\n(us)",
-            lambda row: _cell(above_plain_us(row, same_size[row.nbytes])),
-        ),
-        (first.measure == "between", "work\n(us)", lambda row: _cell(row.work_us)),
-        (first.measure == "host", "#alloc", lambda row: "N/A" if row.allocations is None else str(row.allocations)),
     ]
     view = Table(title=title, title_justify="left", box=None)
     shown = [(name, text) for is_shown, name, text in listed if is_shown]
@@ -252,9 +198,7 @@ def columns(rows: Sequence[Row]) -> Table | None:
 
 
 def _fastest_us(rows: Iterable[Row]) -> float | None:
-    """Return the shortest time of an implementation of the whole operation, not of a part."""
-    times = [row.time_us for row in rows if row.time_us is not None and row.algorithm not in implementations.PLAIN]
-    return min(times, default=None)
+    return min((row.time_us for row in rows if row.time_us is not None), default=None)
 
 
 def mean_bandwidths(rows: Sequence[Row]) -> str:
@@ -273,18 +217,6 @@ def _over_gloo(row: Row, same_size: Iterable[Row]) -> str:
     return f"{gloo[0] / row.time_us:.2f}x" if gloo and row.time_us else "-"
 
 
-def above_plain_us(row: Row, same_size: Iterable[Row]) -> float | None:
-    """Return the time of a fused call minus the fastest plain native all-reduce of the same size and measure."""
-    plain = [
-        other.time_us
-        for other in same_size
-        if other.algorithm in implementations.PLAIN and other.time_us and same_conditions(row, other)
-    ]
-    if not plain or row.time_us is None or row.algorithm in implementations.PLAIN:
-        return None
-    return row.time_us - min(plain)
-
-
 def require_same(rows: Sequence[Row], *facts: str) -> None:
     """Raise ConfigError unless all rows agree on each of these fields."""
     for fact in facts:
@@ -293,16 +225,6 @@ def require_same(rows: Sequence[Row], *facts: str) -> None:
             raise ConfigError(
                 f"one table or picture shows only one {fact}; these rows have {', '.join(map(str, values))}"
             )
-
-
-_conditions = operator.attrgetter(
-    "op", "device", "world_size", "dtype", "nbytes", "measure", "hidden", "work", "nodes", "delay_us", "reduction"
-)
-
-
-def same_conditions(row: Row, other: Row) -> bool:
-    """Return whether two rows differ only in the implementation and its results."""
-    return _conditions(row) == _conditions(other)
 
 
 def _cell(value: float | None) -> str:
@@ -323,24 +245,3 @@ def write(path: Path, result: Result) -> None:
     rows, kernels = document.pop("rows"), document.pop("kernels")
     document |= ({} if kernels is None else {"kernels": kernels}) | {"rows": rows}
     path.write_text(json.dumps(document, indent=1) + "\n")
-
-
-def read(path: Path) -> Result:
-    """Read a file written by :func:`write`. Rows of earlier versions may lack fields that have a default."""
-    known = {field.name for field in fields(Row)}
-    needed = {field.name for field in fields(Row) if field.default is MISSING}
-    try:
-        document = json.loads(path.read_text())
-        rows = document["rows"]
-        for row in rows:
-            if mismatched := (row.keys() - known) | (needed - row.keys()):
-                raise ConfigError(f"{path}: a row has unknown keys or lacks some: {', '.join(sorted(mismatched))}")
-        return Result(
-            document.get("environment", {}),
-            document.get("command", ""),
-            document.get("date", ""),
-            tuple(Row(**row) for row in rows),
-            document.get("kernels"),
-        )
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
-        raise ConfigError(f"{path} is not a benchmark result: {error}") from error

@@ -14,8 +14,6 @@ import numpy as np
 import torch
 
 REPLAYS_PER_ROUND = 4
-BURST = 64
-"""Calls enqueued before the host waits for the GPU: far fewer than a launch queue holds (about 1000)."""
 
 Timer = Callable[[], np.ndarray]
 
@@ -77,32 +75,3 @@ def graph(call: Callable[[], Any], count: int) -> Timer:
         return np.array([a.elapsed_time(b) * 1e3 / calls_per_graph for a, b in itertools.pairwise(marks)])
 
     return timed
-
-
-def host(call: Callable[[], Any], count: int, synchronize: Callable[[], Any]) -> Timer:
-    """Time the host's part of a call: bursts of :data:`BURST` calls, each followed by an untimed wait.
-
-    A sample is the time of a burst divided by its calls. A full queue would make the host wait for the GPU.
-    """
-    bursts = -(-count // BURST)
-
-    def timed() -> np.ndarray:
-        clock = time.perf_counter_ns
-        times_ns = np.empty(bursts)
-        for i in range(bursts):
-            synchronize()
-            start = clock()
-            for _ in range(BURST):
-                call()
-            times_ns[i] = clock() - start
-        synchronize()
-        return times_ns / BURST / 1e3
-
-    return timed
-
-
-def allocations(device: torch.device) -> int | None:
-    """Return how often PyTorch's caching allocator has handed out GPU memory; None on the CPU, which has no counter."""
-    if device.type != "cuda":
-        return None
-    return int(torch.cuda.memory_stats(device)["allocation.all.allocated"])

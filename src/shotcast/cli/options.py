@@ -21,13 +21,6 @@ from shotcast.units import parse_size
 from shotcast.wire import NodeShape
 
 
-class NormKind(enum.StrEnum):
-    """Values of ``--norm``."""
-
-    RMS = "rms"
-    LAYER = "layer"
-
-
 class Device(enum.StrEnum):
     """Values of ``--device``."""
 
@@ -70,7 +63,6 @@ Seconds = Annotated[float, typer.Option("--seconds", min=0.0, help="Seconds for 
 Timeout = Annotated[float, typer.Option("--timeout", help="Seconds for one world size; then the ranks are ended.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the rows and the environment to this file.")]
 PlotFile = Annotated[Path | None, typer.Option("--plot", help="Write a picture to this file (png, svg, pdf).")]
-Hidden = Annotated[int, typer.Option("--hidden", min=1, help="Elements of a row: the model's hidden size.")]
 
 
 def with_groups(*groups: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -5,20 +5,20 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import harness_targets as targets
+import call_modes_targets as targets
 import pytest
 import torch
+from call_modes import harness
+from call_modes.fused_case import E4M3_MAX, EPS, FusedCase
+from call_modes.mode_config import ModeConfig
+from call_modes.names import FUSED_OPS
 
 import shotcast
 from quick_interpreter import GPU_COLLECTIVES, interpret
-from shotcast.bench import harness
 from shotcast.bench.cases import RankContext, Reference
-from shotcast.bench.config import BenchConfig
-from shotcast.bench.fused_case import E4M3_MAX, EPS, FusedCase
-from shotcast.bench.implementations import FUSED_OPS
 
 HIDDEN = 32
-CONFIG = BenchConfig(
+CONFIG = ModeConfig(
     op="all_reduce_rms_norm",
     device="cpu",
     dtype="float32",

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import torch
-
-from shotcast.bench import gemm
+from call_modes import gemm
 
 
 def small_gemm(**change: int) -> gemm.MeasuredGemm:

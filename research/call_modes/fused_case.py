@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from call_modes import names as modes
 from shotcast.bench import baselines, implementations
 from shotcast.bench.baselines import BenchCall
 from shotcast.bench.cases import Case, RankContext, Reference
 from shotcast.collectives import separate_norm
+from shotcast.collectives.choice.choice import Explanation
 from shotcast.collectives.norm_operands import Fp8Normed
 from shotcast.memory.operands import NormTensors
 from shotcast.wire import LAYER_WITH_BIAS, RMS, Norm
@@ -28,8 +30,8 @@ class FusedCase(Case):
     """
 
     def __init__(self, context: RankContext, op: str, nbytes: int, hidden: int, seed: int):
-        self._hidden = hidden
-        super().__init__(context, op, nbytes, seed)
+        self._hidden, self._fused_op = hidden, op
+        super().__init__(context, "all_reduce", nbytes, seed)
         layer = op == "all_reduce_layer_norm"
         self._kind = LAYER_WITH_BIAS if layer else RMS
         self._bias = context.random(seed, 999, hidden) if layer else None
@@ -43,19 +45,33 @@ class FusedCase(Case):
     def _new(self) -> torch.Tensor:
         return torch.empty_like(self.x)
 
+    def _explained(self, mode: str) -> Explanation:
+        assert self.context.comm is not None
+        return self.context.comm.explain(self.x, op=self._fused_op, mode=mode)
+
+    def calls(self, names: Sequence[str]) -> list[BenchCall]:
+        legal: tuple[str, ...] = ()
+        if self.context.comm is not None:
+            legal = (*self._explained("eager").candidates, implementations.AUTO, *modes.FUSED)
+        return [
+            self._own(name) if modes.is_own(name) else self._other(name)
+            for name in names
+            if name in legal or not modes.is_own(name)
+        ]
+
     def _own(self, name: str) -> BenchCall:
         comm: Any = self.context.comm
         x = self.x
-        if name in implementations.PLAIN:
-            plain = baselines.own_call(implementations.PLAIN[name], "all_reduce", comm, x, self._new())
+        if name in modes.PLAIN:
+            plain = baselines.own_call(modes.PLAIN[name], "all_reduce", comm, x, self._new())
             return dataclasses.replace(plain, name=name)
         if name == "unfused":
             reduced = baselines.own_call(implementations.AUTO, "all_reduce", comm, x, self._new())
             return self._then_norm(name, reduced)
-        if name in implementations.FP8:
+        if name in modes.FP8:
             return self._quantized(name, comm)
         normed, new_residual = self._new(), self._new()
-        make, operands = getattr(comm, self.op), self._operands
+        make, operands = getattr(comm, self._fused_op), self._operands
 
         def fused() -> None:
             make(*operands, EPS, algorithm=name, out=(normed, new_residual))
@@ -96,11 +112,11 @@ class FusedCase(Case):
         tokens = x.shape[0]
         new_residual = self._new()
         quantized = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-        static = implementations.FP8[name] == "static"
+        static = modes.FP8[name] == "static"
         scale = self.static_scale if static else torch.empty(tokens, 1, dtype=torch.float32, device=x.device)
         given, out = scale if static else None, Fp8Normed(quantized, scale, new_residual, None)
 
-        make, operands = getattr(comm, f"{self.op}_fp8"), self._operands
+        make, operands = getattr(comm, f"{self._fused_op}_fp8"), self._operands
 
         def run() -> None:
             make(*operands, EPS, scale=given, out=out)
