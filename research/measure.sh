@@ -139,7 +139,7 @@ for part in "$@"; do
         bench 300 "all_reduce_bf16_x$ranks" all-reduce -b 1K -e 256M -f 2 --seconds 0.05 --world-size "$ranks"
         ;;
     fast_x[248]) # NCCL on memory registered with it, then the host time of eager calls
-        bench 150 "all_reduce_symmetric_x$ranks" all-reduce -b 1K -e 256M -f 2 --seconds 0.05 --world-size "$ranks" \
+        modes 150 "all_reduce_symmetric_x$ranks" all-reduce -b 1K -e 256M -f 2 --seconds 0.05 --world-size "$ranks" \
             --algorithms auto,nccl,nccl_symmetric
         for op in all-reduce reduce-scatter all-gather; do
             modes 100 "host_$(echo "$op" | tr - _)_x$ranks" "$op" -b 8K -e 8K --host --seconds 0.2 \

@@ -21,6 +21,7 @@ from call_modes import host_time, names
 from call_modes.fused_case import FusedCase
 from call_modes.gemm import MeasuredGemm
 from call_modes.mode_config import ModeConfig
+from call_modes.registered_nccl import RegisteredNccl
 from call_modes.rows import MEASURES, CallRow
 from shotcast.bench import baselines, harness, implementations, timers
 from shotcast.bench.baselines import BenchCall
@@ -71,7 +72,15 @@ class ModeHarness(RankHarness):
     ):
         communicates = (implementations.AUTO,) if any(names.is_own(name) for name in measured) else ()
         super().__init__(config, (*measured, *communicates), device, group, control)
-        self.names = measured
+        self.names = tuple(name for name in measured if name != names.NCCL_SYMMETRIC)
+        self._registered: RegisteredNccl | None = None
+        if names.NCCL_SYMMETRIC in measured:
+            self._registered = RegisteredNccl(group, max(config.nbytes(control.world_size)), self.context.dtype, device)
+
+    def close(self) -> None:
+        if self._registered is not None:
+            self._registered.close()
+        super().close()
 
     def _case(self, nbytes: int, seed: int) -> Case:
         if self.config.fused:
@@ -82,6 +91,8 @@ class ModeHarness(RankHarness):
         config = self.config
         case = self._case(nbytes, seed)
         calls = case.calls(self.names)
+        if self._registered is not None:
+            calls.append(self._registered.call(names.NCCL_SYMMETRIC, case.x))
         reference = case.reference() if config.check else None
         errors: dict[str, int | None] = {call.name: None for call in calls}
         for call in calls:

@@ -22,13 +22,16 @@ class ModeConfig(BenchConfig):
     host: bool = False  # measure the host time of a call instead of the call's own time
 
     def __post_init__(self) -> None:
-        fused = {"op": "all_reduce", "algorithms": ()} if self.fused else {}
-        BenchConfig(**{each.name: getattr(self, each.name) for each in fields(BenchConfig)} | fused)
+        plain = {"op": "all_reduce"} if self.fused else {}
+        given = {each.name: getattr(self, each.name) for each in fields(BenchConfig)}
+        BenchConfig(**given | plain | {"algorithms": ()})
         known = names.known(self.op, self.device)
         if unknown := [name for name in self.algorithms if name not in known]:
             raise ConfigError(f"unknown algorithms for {self.op}: {', '.join(unknown)}; known: {', '.join(known)}")
         if (self.fused or self.between) and self.dtype not in wire.REDUCIBLE:
             raise ConfigError(f"norms and products are of {', '.join(wire.REDUCIBLE)}, not {self.dtype}")
+        if names.NCCL_SYMMETRIC in self.algorithms and self.reduction != "sum":
+            raise ConfigError(f"{names.NCCL_SYMMETRIC} adds up; leave it out for {self.reduction}")
         if self.fused and self.reduction != "sum":
             raise ConfigError(f"{self.op} takes no reduction")
         if self.between and self.between not in WORK_BETWEEN:

@@ -1,4 +1,6 @@
-"""Implementations of fused operations besides algorithms and libraries, and families of implementations.
+"""Implementations that ``shotcast bench`` does not measure, and families of implementations.
+
+``nccl_symmetric`` is NCCL on registered memory, for sums by all-reduce; it is measured only on request.
 
 A fused operation also has ``unfused`` (our all-reduce, then a kernel for residual and norm), ``plain`` (only our
 all-reduce: the time above it is the cost of the fused part; ``plain_one_shot`` and ``plain_two_shot`` name its
@@ -17,6 +19,7 @@ PLAIN = {"plain": "auto", "plain_one_shot": "one_shot", "plain_two_shot": "two_s
 """Our all-reduce without the fused residual and norm, and its algorithm."""
 FP8 = {"fp8_static": "static", "fp8_dynamic": "dynamic"}
 FUSED = ("unfused", *PLAIN, *FP8)
+NCCL_SYMMETRIC = "nccl_symmetric"
 
 
 def plain_operation(op: str) -> str:
@@ -39,7 +42,8 @@ def default(op: str, device: str, nodes: int = 1) -> tuple[str, ...]:
 def known(op: str, device: str) -> tuple[str, ...]:
     """Return all names that can be requested for an operation."""
     if op not in FUSED_OPS:
-        return implementations.known(op, device)
+        on_request = (NCCL_SYMMETRIC,) if (op, device) == ("all_reduce", "cuda") else ()
+        return (*implementations.known(op, device), *on_request)
     of_nccl = [name for name in implementations.NCCL_SETTINGS if device == "cuda"]
     return tuple(dict.fromkeys((*default(op, device), *default(op, device, nodes=2), "vendor", *of_nccl)))
 

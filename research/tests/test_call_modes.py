@@ -134,6 +134,16 @@ def test_every_name_belongs_to_one_family(op: str, device: str) -> None:
         assert names.is_own(name) != names.is_library(name), name
 
 
+def test_registered_memory_is_measured_on_request_alone() -> None:
+    assert names.NCCL_SYMMETRIC in names.known("all_reduce", "cuda")
+    assert names.NCCL_SYMMETRIC not in names.default("all_reduce", "cuda")
+    assert names.NCCL_SYMMETRIC not in names.known("all_gather", "cuda")
+    asked = dataclasses.replace(CONFIG, device="cuda", algorithms=("nccl", names.NCCL_SYMMETRIC))
+    assert asked.implementations() == ("nccl", names.NCCL_SYMMETRIC)
+    with pytest.raises(ConfigError, match="leave it out for max"):
+        dataclasses.replace(asked, reduction="max")
+
+
 class TestCommand:
     QUICK = ("--device", "cpu", "--iters", "6", "--seconds", "0.02", "--warmup_iters", "1", "--world-size", "2")
 

@@ -79,3 +79,9 @@ def test_fused_host_time_and_no_allocation() -> None:
     )
     rows = harness.run(config, 2)
     assert {(row.algorithm, row.allocations) for row in rows} == {(name, 0) for name in names}
+
+
+def test_nccl_on_registered_memory() -> None:
+    rows = harness.run(dataclasses.replace(CONFIG, algorithms=("nccl", "nccl_symmetric")), 2)
+    assert [(row.algorithm, row.errors) for row in rows] == [("nccl", 0), ("nccl_symmetric", 0)] * 2
+    assert all(row.time_us for row in rows)

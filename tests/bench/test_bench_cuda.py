@@ -38,9 +38,3 @@ def test_every_implementation(op: str, eager: bool) -> None:
     own |= {"ring"} if op in ("all_reduce", "reduce_scatter", "all_gather") else set()
     assert own | set(implementations.baselines(op, "cuda")) <= measured <= set(config.implementations())
     assert [row for row in rows if row.errors or row.time_us is None] == []
-
-
-def test_nccl_on_registered_memory() -> None:
-    rows = harness.run(dataclasses.replace(CONFIG, algorithms=("nccl", "nccl_symmetric")), 2)
-    assert [(row.algorithm, row.errors) for row in rows] == [("nccl", 0), ("nccl_symmetric", 0)] * 2
-    assert all(row.time_us for row in rows)

@@ -132,12 +132,12 @@ def test_each_setting_of_nccl_has_ranks_of_its_own(monkeypatch: pytest.MonkeyPat
         started.append((names, options["env"]))
         return [[]]
 
-    named = ("one_shot", "nccl", "nccl_ll", "nccl_tree", "nccl_symmetric")
+    named = ("one_shot", "nccl", "nccl_ll", "nccl_tree")
     monkeypatch.setattr(harness, "spawn", spawn)
     harness.run(dataclasses.replace(CONFIG, device="cuda", algorithms=named), 4)
     favourable = {"NCCL_GRAPH_MIXING_SUPPORT": "0", "NCCL_GRAPH_REGISTER": "1"}
     assert started == [
-        (("one_shot", "nccl", "nccl_symmetric"), favourable),
+        (("one_shot", "nccl"), favourable),
         (("nccl_ll",), {**favourable, "NCCL_PROTO": "LL"}),
         (("nccl_tree",), {**favourable, "NCCL_ALGO": "Tree"}),
     ]

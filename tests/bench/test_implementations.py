@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from shotcast.bench import baselines, implementations
+from shotcast.bench import implementations
 from shotcast.bench.operations import OPERATIONS
 from shotcast.collectives.registry import registered
 
@@ -35,12 +34,6 @@ def test_operations_that_nccl_makes_of_messages_have_no_algorithm_to_force() -> 
         assert [name for name in implementations.known(op, "cuda") if name.startswith("nccl")] == ["nccl"]
 
 
-def test_registered_memory_is_measured_on_request_alone() -> None:
-    assert implementations.NCCL_SYMMETRIC in implementations.known("all_reduce", "cuda")
-    assert implementations.NCCL_SYMMETRIC not in implementations.default("all_reduce", "cuda")
-    assert implementations.NCCL_SYMMETRIC not in implementations.known("all_gather", "cuda")
-
-
 def test_hosts_are_measured_with_sums_between_nodes_and_one_host_without() -> None:
     between = {name for name, algorithm in registered().items() if algorithm.between_nodes}
     assert "nvrar" in between
@@ -48,9 +41,3 @@ def test_hosts_are_measured_with_sums_between_nodes_and_one_host_without() -> No
     assert not {"one_shot", "ring"} & set(implementations.default("all_reduce", "cpu", nodes=2))
     assert not between & set(implementations.default("all_reduce", "cpu"))
     assert implementations.default("all_gather", "cpu", nodes=2) == ("auto", "gloo")
-
-
-@pytest.mark.parametrize(("reduction", "measured"), [("sum", True), ("avg", False), ("max", False)])
-def test_symmetric_kernels_of_nccl_are_measured_where_they_sum(reduction: str, measured: bool) -> None:
-    taken = baselines.supports(implementations.NCCL_SYMMETRIC, torch.float32, 1024, 2, reduction)
-    assert taken == measured

@@ -1,8 +1,7 @@
 """Calls of each implementation on fixed tensors, in the form that the harness times.
 
 PyTorch's kernels only work on symmetric memory, so the call includes a copy into it, since callers have ordinary
-tensors. PyTorch's multicast operations are not measured. ``nccl_symmetric`` is NCCL at its best: in place, on memory
-registered with it, without a copy.
+tensors. PyTorch's multicast operations are not measured.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,8 +33,6 @@ def supports(name: str, dtype: torch.dtype, nbytes: int, world_size: int, reduct
     if implementations.is_torch(name):
         # PyTorch's kernels move 16 bytes at a time and have no float16 form.
         return reduction == "sum" and dtype in (torch.float32, torch.bfloat16) and nbytes % (16 * world_size) == 0
-    if name == implementations.NCCL_SYMMETRIC and reduction != "sum":
-        return False
     if name == "gloo" and (reduction == "avg" or (dtype == torch.bfloat16 and reduction != "sum")):
         return False
     return dtype not in (torch.int16, torch.uint16, torch.uint32, torch.uint64)
@@ -147,30 +144,3 @@ class SymmetricMemoryOps:
             ops.two_shot_all_reduce_out(buffer, "sum", group_name, out)
 
         return BenchCall(name, two_shot, x, (out,))
-
-
-class NcclMemory:
-    """Memory allocated by NCCL and registered by all ranks as one window, for NCCL's symmetric kernels.
-
-    One buffer serves all sizes. Constructing and closing it are collective. Where NCCL has no symmetric kernel, it
-    silently falls back to its other kernels.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, nbytes: int, dtype: torch.dtype, device: torch.device):
-        self._group = group
-        self._backend = cast(Any, group._get_backend(device))
-        # registration needs NCCL's communicator, which the first call creates
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
-        torch.cuda.synchronize(device)
-        self._pool = torch.cuda.MemPool(self._backend.mem_allocator)
-        with torch.cuda.use_mem_pool(self._pool):
-            self._buffer = torch.zeros(nbytes // dtype.itemsize, dtype=dtype, device=device)
-        self._backend.register_mem_pool(self._pool, symm=True)
-
-    def call(self, name: str, x: torch.Tensor) -> BenchCall:
-        held = self._buffer[: x.numel()].view(x.shape)
-        run = functools.partial(dist.all_reduce, held, group=self._group)
-        return BenchCall(name, run, held, (held,), lambda: held.copy_(x))
-
-    def close(self) -> None:
-        self._backend.deregister_mem_pool(self._pool)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from shotcast.bench import baselines, implementations
-from shotcast.bench.baselines import BenchCall, NcclMemory, SymmetricMemoryOps
+from shotcast.bench.baselines import BenchCall, SymmetricMemoryOps
 from shotcast.bench.operations import OPERATIONS, ROOT, expected
 from shotcast.collectives.algorithm import imported
 from shotcast.collectives.choice.choice import Explanation
@@ -28,7 +28,7 @@ Reference = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 class RankContext:
     """A rank's device, group and communicators.
 
-    ``comm``, ``symmetric`` and ``nccl_memory`` are None unless one of the measured implementations needs them.
+    ``comm`` and ``symmetric`` are None unless one of the measured implementations needs them.
     """
 
     device: torch.device
@@ -38,7 +38,6 @@ class RankContext:
     group: dist.ProcessGroup
     comm: Communicator | None = None
     symmetric: SymmetricMemoryOps | None = None
-    nccl_memory: NcclMemory | None = None
 
     def random(self, seed: int, rank: int, count: int) -> torch.Tensor:
         """Generate the input of rank ``rank``: uniform in -1..1, rounded to the dtype; integers are from 0 to 9."""
@@ -100,9 +99,6 @@ class Case:
         if implementations.is_torch(name):
             assert self.context.symmetric is not None
             return self.context.symmetric.call(name, self.x, self._new())
-        if name == implementations.NCCL_SYMMETRIC:
-            assert self.context.nccl_memory is not None
-            return self.context.nccl_memory.call(name, self.x)
         return baselines.library_call(name, self.op, self.context.group, self.x, self._new(), self.reduction)
 
     def reference(self) -> Reference:

@@ -154,16 +154,12 @@ class RankHarness:
         comm: Communicator | None = None
         if any(implementations.is_own(name) for name in names):
             comm = Communicator(device=config.device, max_bytes=workspace_bytes(config.device, largest), exclusive=True)
-        symmetric = nccl_memory = None
+        symmetric = None
         if any(implementations.is_torch(name) for name in names):
             symmetric = baselines.SymmetricMemoryOps(group, largest, dtype, device)
-        if implementations.NCCL_SYMMETRIC in names:
-            nccl_memory = baselines.NcclMemory(group, largest, dtype, device)
-        self.context = RankContext(device, dtype, control.rank, control.world_size, group, comm, symmetric, nccl_memory)
+        self.context = RankContext(device, dtype, control.rank, control.world_size, group, comm, symmetric)
 
     def close(self) -> None:
-        if self.context.nccl_memory is not None:
-            self.context.nccl_memory.close()
         if self.context.comm is not None:
             self.context.comm.close()
 

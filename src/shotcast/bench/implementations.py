@@ -2,8 +2,8 @@
 
 CPU ranks have Gloo. CUDA has NCCL with its default choice (``nccl``), NCCL restricted to its ring or tree
 (``nccl_ring``, ``nccl_tree``) or to one of its protocols (``nccl_ll``, ``nccl_ll128``, ``nccl_simple``), and the
-kernels that PyTorch builds on symmetric memory (``torch_one_shot``, ``torch_two_shot``). ``nccl_symmetric``, NCCL on
-tensors in registered memory, is measured only on request. "Best NCCL" is the fastest of all measured NCCL variants.
+kernels that PyTorch builds on symmetric memory (``torch_one_shot``, ``torch_two_shot``). "Best NCCL" is the fastest of
+all measured NCCL variants.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ NCCL_SETTINGS: dict[str, dict[str, str]] = {
     "nccl_simple": {"NCCL_PROTO": "Simple"},
 }
 """Environment variables that NCCL reads when a communicator starts, so each of these names needs separate ranks."""
-NCCL_SYMMETRIC = "nccl_symmetric"
 
 
 def algorithms() -> Algorithms:
@@ -74,7 +73,7 @@ def known(op: str, device: str) -> tuple[str, ...]:
         settings = [
             name for name in NCCL_SETTINGS if op not in _BY_MESSAGES and (name != "nccl_tree" or op == "all_reduce")
         ]
-        extra = (*extra, *settings, *((NCCL_SYMMETRIC,) if op == "all_reduce" else ()))
+        extra = (*extra, *settings)
     return tuple(dict.fromkeys((*default(op, device), LIBRARY, *extra)))
 
 

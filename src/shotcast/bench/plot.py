@@ -20,7 +20,6 @@ COLORS = {
     "nccl_ll": "#bcbd22",
     "nccl_ll128": "#8c564b",
     "nccl_simple": "#dbdb8d",
-    "nccl_symmetric": "#9edae5",
     "torch_one_shot": "#9467bd",
     "torch_two_shot": "#c5b0d5",
 }
