@@ -18,7 +18,7 @@ from gpu_calibration import measurement
 from gpu_calibration.fit import OF_STAND_IN, calibrate
 from rich.table import Table
 
-from shotcast.bench.machine_load import quiet
+from shotcast.bench.machine_load import require_quiet
 from shotcast.cli.options import new_console, ready_to_write
 from shotcast.errors import ConfigError
 
@@ -45,8 +45,8 @@ def measure_gpus(folder: Path, gpus: int, output: Path, cluster: Path, force: bo
     ready_to_write(output, cluster, folder / measurement.KERNELS_FILE)
     screen = new_console()
     command = shlex.join(["python", "research/calibrate_gpu.py", *sys.argv[1:]])
-    with quiet(gpus, force):
-        files = measurement.measure(folder, gpus, command, shown=True)
+    require_quiet(gpus, force)
+    files = measurement.measure(folder, gpus, command, shown=True)
     for file in files:
         screen.print(f"wrote {file}", soft_wrap=True, highlight=False)
     cluster.write_text(measurement.cluster_text())

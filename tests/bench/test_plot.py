@@ -45,7 +45,6 @@ def test_names_everything_a_reader_needs(tmp_path: Path, monkeypatch: pytest.Mon
         "speed-up over ring",
         "time of a call",
         "64K",
-        "further down: gloo",
     ):
         assert f">{words}" in text, words
 

@@ -81,13 +81,10 @@ def _figure(rows: Sequence[Row], caption: str) -> Any:
         2, len(world_sizes), sharex=True, sharey="row", squeeze=False, gridspec_kw={"height_ratios": [3, 2]}
     )
     over = _reference(rows)
-    bottom = _floor(rows, over)
     for column, world_size in enumerate(world_sizes):
         panel = [row for row in rows if row.world_size == world_size]
         _latency(grid[0][column], panel, f"{world_size} ranks")
-        _speedup(grid[1][column], panel, over, bottom)
-    # set after all columns are drawn, as they share the axis
-    grid[1][0].set_ylim(bottom=bottom)
+        _speedup(grid[1][column], panel, over)
     grid[0][0].set_ylabel("time of a call (µs)")
     grid[1][0].set_ylabel(f"speed-up over {over}")
     first = rows[0]
@@ -138,33 +135,13 @@ def _latency(axes: Any, rows: Sequence[Row], title: str) -> None:
     axes.set_title(title)
 
 
-def _speedup(axes: Any, rows: Sequence[Row], over: str, bottom: float) -> None:
-    below = []
+def _speedup(axes: Any, rows: Sequence[Row], over: str) -> None:
     for name, points in speedups(rows, over).items():
         axes.plot([size for size, _ in points], [ratio for _, ratio in points], **_style(name))
-        if min(ratio for _, ratio in points) < bottom:
-            below.append(name)
     _axis(axes)
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
     axes.set_xlabel("message size")
-    if below:
-        axes.text(
-            0.02, 0.03, f"further down: {', '.join(below)}", transform=axes.transAxes, color="#666666", fontsize=8
-        )
-
-
-def _floor(rows: Sequence[Row], over: str) -> float:
-    """Return the lower end of the speed-up axis.
-
-    It is below every native algorithm, and below baselines down to a quarter of ``over``.
-    """
-    lowest = []
-    for world_size in {row.world_size for row in rows}:
-        for name, points in speedups([row for row in rows if row.world_size == world_size], over).items():
-            worst = min(ratio for _, ratio in points)
-            lowest.append(worst if is_own(name) else max(0.25, worst))
-    return 0.85 * min(lowest, default=1.0)
 
 
 def _short(nbytes: float) -> str:

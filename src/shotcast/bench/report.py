@@ -160,7 +160,6 @@ def table(rows: Sequence[Row]) -> Table:
         (True, "#wrong", lambda row: "N/A" if row.errors is None else str(row.errors)),
         (True, "p99\n(us)", lambda row: _cell(row.p99_us)),
         (True, "skew\n(us)", lambda row: _cell(row.skew_us)),
-        (first.nodes > 1, "Gloo/this", lambda row: _over_gloo(row, same_size[row.nbytes])),
         (any(row.predicted_us is not None for row in rows), "model\n(us)", lambda row: _cell(row.predicted_us)),
     ]
     view = Table(title=title, title_justify="left", box=None)
@@ -172,28 +171,6 @@ def table(rows: Sequence[Row]) -> Table:
         for row in alike:
             style = "bold red" if row.errors else "bold" if best and row.time_us == best else ""
             view.add_row(*(text(row) for _, text in shown), style=style, end_section=row is alike[-1])
-    return view
-
-
-def columns(rows: Sequence[Row]) -> Table | None:
-    """Format the times of one measure with a column per implementation; None if there is only one.
-
-    The fastest of each size is highlighted; ``auto`` is shown with the algorithm it selected.
-    """
-    names = list(dict.fromkeys(row.algorithm for row in rows))
-    if len(names) == 1:
-        return None
-    view = Table(box=None)
-    for name in ("size\n(B)", *(f"{name}\n(us)" for name in names)):
-        view.add_column(name, justify="right", no_wrap=True)
-    for nbytes in sorted({row.nbytes for row in rows}):
-        same_size = {row.algorithm: row for row in rows if row.nbytes == nbytes}
-        best = _fastest_us(same_size.values())
-        cells = [str(nbytes)]
-        for row in map(same_size.get, names):
-            text = "-" if row is None else _cell(row.time_us) + (f" {row.chosen}" if row.chosen else "")
-            cells.append(f"[bold]{text}[/]" if row is not None and best and row.time_us == best else text)
-        view.add_row(*cells)
     return view
 
 
@@ -209,12 +186,6 @@ def mean_bandwidths(rows: Sequence[Row]) -> str:
             by_name.setdefault(row.algorithm, []).append(row.busbw_gbps)
     means = {name: sum(found) / len(found) for name, found in by_name.items() if len(found) == len(sizes) > 1}
     return ", ".join(f"{name} {_cell(mean)}" for name, mean in means.items())
-
-
-def _over_gloo(row: Row, same_size: Iterable[Row]) -> str:
-    """Return the ratio of Gloo's time to this row's."""
-    gloo = [other.time_us for other in same_size if other.algorithm == "gloo" and other.time_us]
-    return f"{gloo[0] / row.time_us:.2f}x" if gloo and row.time_us else "-"
 
 
 def require_same(rows: Sequence[Row], *facts: str) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -70,20 +69,10 @@ def timing(
     return locals() | {"check": bool(check), "algorithms": names_in(algorithms), "progress": sys.stderr.isatty()}
 
 
-@dataclass(frozen=True, slots=True)
-class _Outputs:
-    json_file: Path | None
-    plot_file: Path | None
-
-
-def outputs(json_file: JsonFile = None, plot_file: PlotFile = None) -> _Outputs:
-    return _Outputs(json_file, plot_file)
-
-
 def _collective_command(op: str) -> None:
     """Register the benchmark of an operation; all share the same options."""
 
-    @with_groups(timing, outputs)
+    @with_groups(timing)
     def command(
         *,
         minbytes: MinBytes = "1K",
@@ -97,12 +86,16 @@ def _collective_command(op: str) -> None:
             typer.Option("-o", "--op", "--reduction", help="sum, prod, min, max or avg, of operations that reduce."),
         ] = "sum",
         timing: dict[str, Any],
-        outputs: _Outputs,
+        json_file: JsonFile = None,
+        plot_file: PlotFile = None,
     ) -> None:
         sizes = sizes_between(minbytes, maxbytes, stepfactor)
         from shotcast.bench.config import BenchConfig
 
-        _bench(BenchConfig(op=op, sizes=sizes, reduction=reduction, **_on_device(timing)), world_size, outputs)
+        device = device_name(timing["device"])
+        usual = {"device": device, "dtype": timing["dtype"] or ("float32" if device == "cpu" else "bfloat16")}
+        config = BenchConfig(op=op, sizes=sizes, reduction=reduction, **timing | usual)
+        _bench(config, world_size, json_file, plot_file)
 
     name = op.replace("_", "-")
     app.command(name, help=f"Time {name} over a range of message sizes.")(command)
@@ -112,57 +105,45 @@ for _op in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadca
     _collective_command(_op)
 
 
-def _on_device(facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts with the name of the device and its usual dtype."""
-    name = device_name(facts["device"])
-    return facts | {"device": name, "dtype": facts["dtype"] or ("float32" if name == "cpu" else "bfloat16")}
-
-
-def _bench(config: BenchConfig, world_size: str, outputs: _Outputs) -> None:
+def _bench(config: BenchConfig, world_size: str, json_file: Path | None, plot_file: Path | None) -> None:
     from shotcast.bench import harness, kernels, report
-    from shotcast.bench.machine_load import quiet
+    from shotcast.bench.machine_load import require_quiet
     from shotcast.bench.plot import check_format, plot
-    from shotcast.hardware.detect import available_cores
+    from shotcast.hardware.detect import available_cores, detect
 
     # checked before minutes of measuring
-    if outputs.plot_file is not None:
-        check_format(outputs.plot_file)
+    if plot_file is not None:
+        check_format(plot_file)
     job = env.job()
     if job is None or job.rank == 0:
-        ready_to_write(outputs.json_file, outputs.plot_file)
+        ready_to_write(json_file, plot_file)
     world_sizes = world_sizes_of(world_size, config.device, job.world_size if job else None)
     console = new_console()
     rows: list[Row] = []
     for number in world_sizes:
         config = replace(config, nodes=node_shape(number).nodes)
-        with quiet(min(number, available_cores()), force=True) if job is None else contextlib.nullcontext():
-            measured = harness.run_under_torchrun(config) if job else harness.run(config, number)
+        if job is None:
+            require_quiet(min(number, available_cores()), force=True)
+        measured = harness.run_under_torchrun(config) if job else harness.run(config, number)
         if not measured:
             raise ConfigError(f"none of the algorithms serves {config.op} of {config.dtype} between {number} ranks")
         rows += measured
         if job is None or job.rank == 0:
             console.print(report.table(measured))
-            if (columns := report.columns(measured)) is not None:
-                console.print()
-                console.print(columns)
             if means := report.mean_bandwidths(measured):
                 console.print(f"mean bus bandwidth (GB/s): {means}", highlight=False)
             console.print()
     if job is not None and job.rank != 0:
         return
-    result = None
-    if outputs.json_file is not None or outputs.plot_file is not None:
-        from shotcast.hardware.detect import detect
-
-        command = command_line()
+    if json_file is not None or plot_file is not None:
         made_by = kernels.of_rows(rows)
-        result = report.Result.now(rows, environment=detect().as_json(), command=command, kernels=made_by)
-    if outputs.json_file is not None and result is not None:
-        report.write(outputs.json_file, result)
-        console.print(f"wrote {outputs.json_file}")
-    if outputs.plot_file is not None and result is not None:
-        plot(rows, outputs.plot_file, result.machine)
-        console.print(f"wrote {outputs.plot_file}")
+        result = report.Result.now(rows, environment=detect().as_json(), command=command_line(), kernels=made_by)
+        if json_file is not None:
+            report.write(json_file, result)
+            console.print(f"wrote {json_file}")
+        if plot_file is not None:
+            plot(rows, plot_file, result.machine)
+            console.print(f"wrote {plot_file}")
     if any(row.errors for row in rows):
         Console(stderr=True).print("shotcast: some results were wrong", style="red")
         raise typer.Exit(1)

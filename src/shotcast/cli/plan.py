@@ -162,13 +162,13 @@ def calibrate(
     from rich.table import Table
 
     from shotcast.bench.cpu_calibration import calibrate as measured
-    from shotcast.bench.machine_load import quiet
+    from shotcast.bench.machine_load import require_quiet
     from shotcast.hardware.detect import available_cores
     from shotcast.planner.cpu_rows import residuals
 
     ready_to_write(output, cluster)
-    with quiet(max(world_size, available_cores() // world_size * world_size), force):
-        machine = measured(world_size, shown=True)
+    require_quiet(max(world_size, available_cores() // world_size * world_size), force)
+    machine = measured(world_size, shown=True)
     output.write_text(machine.calibration.as_json() + "\n")
     cluster.write_text(machine.cluster)
     found = machine.calibration

@@ -89,7 +89,7 @@ def tune(
         raise ConfigError("a table is for one number of ranks; tune each number separately")
     from shotcast.bench import harness, tune_table
     from shotcast.bench import tune as tuning
-    from shotcast.bench.machine_load import quiet
+    from shotcast.bench.machine_load import require_quiet
     from shotcast.collectives.choice import table
     from shotcast.hardware.detect import detect, nvidia_driver
 
@@ -117,8 +117,8 @@ def tune(
     if merging:
         tune_table.mergeable(file.read_text(), str(file), part, shape)
     if job is None:
-        with quiet(world_sizes[0], force):
-            measured, shape, points = tuning.run(config, world_sizes[0])
+        require_quiet(world_sizes[0], force)
+        measured, shape, points = tuning.run(config, world_sizes[0])
     else:
         with harness.ending_after(config.timeout_s):
             measured, shape, points = tuning.measure(config)
