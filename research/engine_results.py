@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from shotcast.bench.engine_report import TRANSFORMERS, EngineRow, reduces
+from shotcast.bench.engine_report import TRANSFORMERS, EngineRow, columns, reduces
 from shotcast.bench.plot import check_format
 from shotcast.errors import ConfigError
 
@@ -17,6 +17,11 @@ def read(path: Path) -> tuple[EngineRow, ...]:
         return tuple(EngineRow(**row) for row in json.loads(path.read_text())["rows"])
     except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} is not a result of shotcast bench engine: {error}") from error
+
+
+def cells(rows: Sequence[EngineRow]) -> list[list[str]]:
+    """Return the cells of each row, in the order of the table's columns."""
+    return [[text(row) for _, text in columns(rows)] for row in rows]
 
 
 def _subject(row: EngineRow) -> str:

@@ -371,7 +371,7 @@ def _ratio(slow: CallRow | None, fast: CallRow | None) -> str:
 def engine_table(rows: Sequence[EngineRow]) -> str:
     """Return rows of the engine's benchmark as a Markdown table."""
     columns = engine_report.columns(rows)
-    lines = [columns, ("---",) * len(columns), *engine_report.cells(rows)]
+    lines = [[name for name, _ in columns], ["---"] * len(columns), *engine_results.cells(rows)]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 

@@ -13,7 +13,6 @@ import time_transformers
 import torch
 import transformers
 
-from shotcast.bench import engine_report
 from shotcast.bench.engine_report import EngineRow
 
 
@@ -45,7 +44,7 @@ def test_rows_of_transformers_are_put_before_those_of_the_engine(tmp_path: Path)
         a_layer = 4 * 64 * 64 + 3 * 64 * 128 + 2 * 64
         nbytes = 4 * (2 * a_layer + 64 + 128 * 64) + row.batch * 24 * 2 * 2 * 64 * 4
         assert row.roofline_ms * row.bandwidth_gbps * 1e6 == pytest.approx(nbytes)
-    assert engine_report.cells(rows)[0][:3] == ("1x1", "transformers", "1")
+    assert engine_results.cells(rows)[0][:3] == ["1x1", "transformers", "1"]
     assert json.loads(stored.read_text())["command"].startswith("shotcast bench engine && python research/")
     plot_results.main([str(picture), "--kind", "engine", "--json", str(stored)])
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -54,6 +53,6 @@ def test_rows_of_transformers_are_put_before_those_of_the_engine(tmp_path: Path)
 def test_kept_results_name_transformers() -> None:
     kept = Path(__file__).parents[2] / "benchmarks" / "data" / "cpu" / "engine_smollm2_f32.json"
     rows = engine_results.read(kept)
-    assert engine_report.cells(rows)[0][:2] == ("1x1", "transformers")
+    assert engine_results.cells(rows)[0][:2] == ["1x1", "transformers"]
     config = time_transformers.config_of(rows, 2)
     assert (config.model, config.batches, config.prompt, config.output) == ("smollm2", (1, 4, 16), 64, 64)

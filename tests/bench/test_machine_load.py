@@ -15,7 +15,6 @@ from shotcast.bench import cpu_calibration, harness, machine_load, tune
 from shotcast.cli import app
 from shotcast.cost.inference import HostCost
 from shotcast.errors import ConfigError
-from shotcast.planner import cpu_rows
 from shotcast.wire import NodeShape
 
 
@@ -63,7 +62,6 @@ def test_nothing_is_written_on_a_busy_machine(
     )
     monkeypatch.setattr(tune, "run", lambda config, world_size: ("A CPU", NodeShape(1, 2), []))
     monkeypatch.setattr(cpu_calibration, "calibrate", lambda *arguments, **options: machine)
-    monkeypatch.setattr(cpu_rows, "residuals", lambda kinds: {})
     monkeypatch.setattr(machine_load, "busy_cores", lambda: len(os.sched_getaffinity(0)))
     file = tmp_path / "result.json"
     command = [*command, "-o", str(file)]

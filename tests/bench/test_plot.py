@@ -44,7 +44,7 @@ def test_names_everything_a_reader_needs(tmp_path: Path, monkeypatch: pytest.Mon
         "two_shot",
         "speed-up over ring",
         "time of a call",
-        "64K",
+        "64 KiB",
     ):
         assert f">{words}" in text, words
 

@@ -28,8 +28,7 @@ from shotcast.bench.engine_report import EngineRow
 from shotcast.bench.progress import progress
 from shotcast.collectives.algorithm import LIBRARY
 from shotcast.collectives.communicator import Communicator
-from shotcast.engine.config import OVERLAP, EngineConfig, algorithm_names, parse_layout
-from shotcast.engine.layout_choice import choose_layout
+from shotcast.engine.config import OVERLAP, EngineConfig, algorithm_names
 from shotcast.engine.llm import LLM
 from shotcast.engine.outputs import RequestOutput
 from shotcast.engine.sampling_params import SamplingParams
@@ -39,7 +38,6 @@ from shotcast.errors import ConfigError
 from shotcast.launcher.spawn import spawn
 from shotcast.models.config import ModelConfig
 from shotcast.models.memory_estimate import kv_bytes_per_token, weight_bytes
-from shotcast.models.source import open_checkpoint
 from shotcast.planner.step import Layout
 
 _NCCL = {**NCCL_FAVOURABLE, "SHOTCAST_CHECK_VENDOR": "0"}
@@ -102,26 +100,6 @@ class _Engine(NamedTuple):
     overlap: str
     speculation: str
     name: str
-
-
-def with_layouts(
-    config: EngineBenchConfig, names: Sequence[str], say: Callable[[str], None] = lambda text: None
-) -> EngineBenchConfig:
-    """Return a configuration with the named layouts: ``TxP``, or ``auto`` and ``auto:N``, which the planner chooses.
-
-    The plan assumes the largest batch and the configured prompts and outputs.
-    """
-    layouts = []
-    for name in names:
-        if not name.startswith("auto"):
-            layouts.append(Layout(*parse_layout(name)))
-            continue
-        engine = _engine_options(config) | {"layout": name, "workload": f"{config.prompt}+{config.output}"}
-        with contextlib.closing(open_checkpoint(config.model)) as checkpoint:
-            choice = choose_layout(select_device(EngineConfig(config.model, **engine)), checkpoint.config)
-        say(str(choice))
-        layouts.append(choice.layout)
-    return replace(config, layouts=tuple(layouts))
 
 
 def measure(config: EngineBenchConfig, shown: bool = False) -> Iterator[EngineRow]:

@@ -61,15 +61,18 @@ def reduces(row: EngineRow) -> bool:
     return not row.layout.startswith("1x")
 
 
-def _columns(rows: Sequence[EngineRow]) -> list[tuple[str, Callable[[EngineRow], str]]]:
-    """Return the columns, each as its header and the text of a row in it."""
+def columns(rows: Sequence[EngineRow]) -> list[tuple[str, Callable[[EngineRow], str]]]:
+    """Return the columns, each as its header and the text of a row in it.
+
+    Simulated hosts, overlap modes and proposals add columns.
+    """
     hosts, speculation = any(row.hosts > 1 for row in rows), any(row.speculation for row in rows)
     listed: list[tuple[bool, str, Callable[[EngineRow], str]]] = [
         (hosts, "hosts", lambda row: str(row.hosts)),
         (hosts, "one way us", lambda row: f"{row.delay_us:g}" if row.hosts > 1 else "-"),
         (True, "layout", lambda row: row.layout),
         (True, "algorithm", _algorithm),
-        (_names_overlap(rows), "overlap", lambda row: row.overlap if reduces(row) else "-"),
+        (any(row.overlap != "auto" for row in rows), "overlap", lambda row: row.overlap if reduces(row) else "-"),
         (speculation, "speculation", lambda row: row.speculates),
         (speculation, "accepted", lambda row: "-" if row.accepted is None else f"{row.accepted:.0%}"),
         (True, "batch", lambda row: str(row.batch)),
@@ -87,27 +90,13 @@ def _algorithm(row: EngineRow) -> str:
     return row.algorithm if reduces(row) or row.hosts > 1 or row.algorithm == TRANSFORMERS else "-"
 
 
-def _names_overlap(rows: Sequence[EngineRow]) -> bool:
-    return any(row.overlap != "auto" for row in rows)
-
-
-def columns(rows: Sequence[EngineRow]) -> tuple[str, ...]:
-    """Return the column headers; simulated hosts, overlap modes and proposals add columns."""
-    return tuple(name for name, _ in _columns(rows))
-
-
-def cells(rows: Sequence[EngineRow]) -> list[tuple[str, ...]]:
-    """Return the cells of each row, in the order of :func:`columns`."""
-    texts = [text for _, text in _columns(rows)]
-    return [tuple(text(row) for text in texts) for row in rows]
-
-
 def table(rows: Sequence[EngineRow]) -> Table:
     view = Table(box=None, pad_edge=False, header_style="bold")
-    for name in columns(rows):
+    shown = columns(rows)
+    for name, _ in shown:
         view.add_column(name, justify="left" if name in ("layout", "algorithm", "overlap", "speculation") else "right")
-    for line in cells(rows):
-        view.add_row(*line)
+    for row in rows:
+        view.add_row(*(text(row) for _, text in shown))
     return view
 
 

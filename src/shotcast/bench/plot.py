@@ -10,6 +10,7 @@ from shotcast import extras
 from shotcast.bench.implementations import algorithms, is_own
 from shotcast.bench.report import Row, require_same
 from shotcast.errors import ConfigError
+from shotcast.units import format_size
 
 COLORS = {
     "auto": "#000000",
@@ -119,7 +120,7 @@ def _style(name: str) -> dict[str, Any]:
 
 def _axis(axes: Any) -> None:
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(lambda value, _: _short(value))
+    axes.xaxis.set_major_formatter(lambda value, _: format_size(int(value)))
     axes.grid(which="major", color="#dddddd", linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -142,10 +143,3 @@ def _speedup(axes: Any, rows: Sequence[Row], over: str) -> None:
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
     axes.set_xlabel("message size")
-
-
-def _short(nbytes: float) -> str:
-    for unit, factor in (("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10)):
-        if nbytes >= factor:
-            return f"{nbytes / factor:g}{unit}"
-    return f"{nbytes:g}"

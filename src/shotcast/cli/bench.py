@@ -13,7 +13,6 @@ from rich.console import Console
 
 from shotcast import env, extras
 from shotcast.cli.engine_options import Dtype as EngineDtype
-from shotcast.cli.engine_options import say
 from shotcast.cli.options import (
     Device,
     DeviceOption,
@@ -153,9 +152,7 @@ def _bench(config: BenchConfig, world_size: str, json_file: Path | None, plot_fi
 def _engine_command(
     model: Annotated[str, typer.Argument(help="A model, as for shotcast generate.")] = "smollm2",
     *,
-    layouts: Annotated[
-        str, typer.Option(help="Layouts TxP: tensor by pipeline parallel; or auto, as for shotcast serve.")
-    ] = "1x1,2x1",
+    layouts: Annotated[str, typer.Option(help="Layouts TxP: tensor by pipeline parallel.")] = "1x1,2x1",
     batches: Annotated[str, typer.Option(help="Numbers of concurrent requests.")] = "1,4,16",
     algorithms: Annotated[
         str, typer.Option(callback=with_underscores, help="Algorithms of the all-reduces: auto, one_shot, nccl, ...")
@@ -178,11 +175,13 @@ def _engine_command(
     """Time the engine: TTFT, TPOT and tokens/s over batches, layouts and all-reduce algorithms."""
     extras.require("engine", "shotcast bench engine")
     from shotcast.bench import engine_bench, engine_report, kernels
+    from shotcast.engine.config import parse_layout
     from shotcast.hardware.detect import detect
+    from shotcast.planner.step import Layout
 
     config = engine_bench.EngineBenchConfig(
         model,
-        (),
+        tuple(Layout(*parse_layout(name)) for name in names_in(layouts)),
         tuple(numbers_in(batches, "--batches")),
         names_in(algorithms),
         prompt,
@@ -195,7 +194,6 @@ def _engine_command(
         speculative_config,
         period,
     )
-    config = engine_bench.with_layouts(config, names_in(layouts), say)
     screen = new_console()
     environment, command = detect().as_json(), command_line()
     ready_to_write(json_file)

@@ -159,30 +159,16 @@ def calibrate(
     force: Force = False,
 ) -> None:
     """Measure kernels, host and messages of CPU ranks on this machine, and write them for ``shotcast plan``."""
-    from rich.table import Table
-
     from shotcast.bench.cpu_calibration import calibrate as measured
     from shotcast.bench.machine_load import require_quiet
     from shotcast.hardware.detect import available_cores
-    from shotcast.planner.cpu_rows import residuals
 
     ready_to_write(output, cluster)
     require_quiet(max(world_size, available_cores() // world_size * world_size), force)
     machine = measured(world_size, shown=True)
     output.write_text(machine.calibration.as_json() + "\n")
     cluster.write_text(machine.cluster)
-    found = machine.calibration
-    table = Table("kernel", "numbers of rows", "error", title=f"{found.part}, {world_size} ranks")
-    for kind, (count, residual) in residuals(found.kinds).items():
-        table.add_row(kind, str(count), f"{residual:.0%}")
-    screen = new_console()
-    screen.print(table)
-    host = found.host
-    screen.print(
-        f"host: {host.fixed_us:.0f} us a step, {host.per_sequence_us:.1f} a sequence, {host.per_row_us:.2f} a token",
-        highlight=False,
-    )
-    screen.print(
+    new_console().print(
         f"wrote {output} and {cluster}; to use them: shotcast plan MODEL --cluster {cluster} --calibration {output} "
         f"--gpus {world_size}",
         soft_wrap=True,

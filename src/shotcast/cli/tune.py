@@ -21,6 +21,7 @@ from shotcast.cli.options import (
     names_in,
     new_console,
     node_shape,
+    numbers_in,
     ready_to_write,
     sizes_between,
     with_underscores,
@@ -103,7 +104,7 @@ def tune(
         any_bits=any_bits,
         timeout_s=timeout,
         progress=True,
-        sms=_numbers_of_sms(sms),
+        sms=tuple(dict.fromkeys(numbers_in(sms, "--sms"))) or (0,),
     )
     facts = detect()
     part = facts.gpus[0].name if where == "cuda" else facts.cpu_model
@@ -140,11 +141,3 @@ def tune(
         for line in wrong:
             errors.print(f"shotcast: {line}", style="red", markup=False)
         raise typer.Exit(1)
-
-
-def _numbers_of_sms(text: str) -> tuple[int, ...]:
-    """Parse comma-separated numbers of SMs; an empty text means 0, which is for calls without a limit."""
-    try:
-        return tuple(dict.fromkeys(int(number) for number in names_in(text))) or (0,)
-    except ValueError:
-        raise ConfigError(f"sms are whole numbers, comma-separated, not {text!r}") from None

@@ -98,14 +98,6 @@ def _line(points: Sequence[KernelPoint]) -> Fit[KernelCost]:
     return Fit(cost, float(np.sqrt(np.mean(relative**2))), float(np.abs(relative).max()), len(points))
 
 
-def residuals(kinds: Mapping[str, Fit[KernelCost]]) -> dict[str, tuple[int, float]]:
-    """Return, for each kind, the number of row counts with constants, and the root mean square of their errors."""
-    squares: dict[str, list[float]] = {}
-    for name, known in kinds.items():
-        squares.setdefault(name.partition("@")[0], []).append(known.residual**2)
-    return {kind: (len(each), math.sqrt(sum(each) / len(each))) for kind, each in squares.items()}
-
-
 class RowsCosts:
     """The constants of a machine share, by kind and rows."""
 
