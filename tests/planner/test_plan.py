@@ -11,6 +11,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import matplotlib
 import pytest
 from engine_runs import metrics
 from hypothesis import given, settings
@@ -23,7 +24,7 @@ from shotcast.errors import ConfigError
 from shotcast.hardware import cluster
 from shotcast.hardware.cluster import NetworkSpec
 from shotcast.models.presets import preset
-from shotcast.planner import report
+from shotcast.planner import picture, report
 from shotcast.planner.calibration import load
 from shotcast.planner.collectives import CollectiveCosts
 from shotcast.planner.model_name import named_model
@@ -338,7 +339,7 @@ def test_from_a_config_to_a_command(tmp_path: Path) -> None:
     marked.mkdir(parents=True)
     (marked / "config.json").write_text(json.dumps(config))
     assert f"serve '{marked}' --device" in run("plan", str(marked))
-    files = ["--json", str(tmp_path / "plan.json")]
+    files = ["--json", str(tmp_path / "plan.json"), "--plot", str(tmp_path / "plan.svg")]
     text = run("plan", str(folder), "--cluster", str(tmp_path / "mine.yaml"), "-g", "4", "--target=latency", *files)
     assert f"To start it: shotcast serve {folder} --device cuda --tensor-parallel 4" in text
     result = json.loads((tmp_path / "plan.json").read_text())
@@ -348,6 +349,7 @@ def test_from_a_config_to_a_command(tmp_path: Path) -> None:
     assert best["tput_per_gpu"] == pytest.approx(best["output_tput_per_gpu"] * (2048 + 128) / 128)
     assert best["median_intvty"] == pytest.approx(1 / best["median_tpot"])
     assert best in result["points"]
+    assert (tmp_path / "plan.svg").read_text().lstrip().startswith("<?xml")
     assert named_model(str(folder / "config.json")).name == str(folder)
 
 
@@ -359,6 +361,9 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
     assert all(name in run("plan", "--help") for name in cluster.PACKAGED)
     missing = str(tmp_path / "x.yml")
     assert "cannot read the cluster" in run("plan", "llama-3.1-8b", "--cluster", missing, code=2)
+    refused = run("plan", "llama-3.1-8b", "--plot", str(tmp_path / "x.xyz"), code=2)
+    assert "accepted: .png, .svg, .pdf" in refused
+    assert "tokens in" not in refused, "refused before the plan is made"
     for name in ("a" * 300, "~nobody-has-this-name/model"):
         assert "there is no model" in run("plan", name, code=2)
     assert "there is no cluster" in run("plan", "llama-3.1-8b", "--cluster", "a" * 300, code=2)
@@ -377,13 +382,15 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_files_are_not_lost(tmp_path: Path) -> None:
-    """The output overwrites no input, and a plan outlives the simulation that follows it."""
+    """No output overwrites an input or another output, and a plan outlives the simulation that follows it."""
     question = ["plan", "llama-3.1-8b", "-g", "1"]
-    trace, result = tmp_path / "trace.jsonl", tmp_path / "plan.json"
+    trace, both, result = tmp_path / "trace.jsonl", tmp_path / "both.png", tmp_path / "plan.json"
     text = '{"time_s": 0, "prompt": 90000, "output": 20}\n'
     trace.write_text(text)
     assert "a file of its own" in run(*question, "--trace", str(trace), "--json", str(trace), code=2)
     assert trace.read_text() == text
+    assert "a file of its own" in run(*question, "--json", str(both), "--plot", str(both), code=2)
+    assert not both.exists()
     # a pipe that is closed, as by head
     reader, writer = os.pipe()
     os.close(reader)
@@ -405,6 +412,26 @@ def test_files_are_not_lost(tmp_path: Path) -> None:
     trace.write_text(text.replace("90000", "200000"))
     assert "one has 200020" in run(*crowded, code=2)
     assert not result.exists(), "refused before the plan is made"
+
+
+@pytest.mark.full
+def test_pictures_have_formats(tmp_path: Path) -> None:
+    for name in ("plan.PNG", "plan.pdf"):
+        run("plan", "llama-3.1-8b", "-g", "1", "--plot", str(tmp_path / name))
+        assert (tmp_path / name).stat().st_size > 1000
+
+
+@pytest.mark.full
+def test_pictures_name_the_layouts_on_the_front(tmp_path: Path) -> None:
+    found = planned("llama-3.1-8b", "")
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        picture.draw(found, tmp_path / "plan.svg")
+    text = (tmp_path / "plan.svg").read_text()
+    leading = {point.layout.label for point in found.pareto()}
+    assert len(leading) > 1
+    assert all(label in text for label in leading)
+    assert Layout(1, 8).label not in text, "layouts that are never the best have no name"
+    assert text.count(">the others<") == 1
 
 
 def test_a_gpu_without_calibration_is_said(tmp_path: Path) -> None:

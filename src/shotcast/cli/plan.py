@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -58,9 +59,11 @@ def plan(
         Path | None, typer.Option(help="Simulate requests of a file: JSON lines of time_s, prompt, output.")
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all points, with InferenceX's keys.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw tokens/s a GPU over tokens/s a user.")] = None,
 ) -> None:
     """Predict how fast each layout of a model serves on a cluster, and say which one to take."""
-    from shotcast.planner import machine, report
+    from shotcast.bench.plot import check_format
+    from shotcast.planner import machine, picture, report
     from shotcast.planner.model_name import named_model
     from shotcast.planner.plan import MOST_SEQUENCES, Limits, Query, Target, layouts
     from shotcast.planner.plan import plan as planned
@@ -84,14 +87,19 @@ def plan(
         raise ConfigError(f"{gpus} GPUs are no {engines} equal engines; accepted: a divisor")
     longest = traffic.longest(query, arrivals) if arrivals else 0
     read = [Path(model), Path(model, "config.json"), Path(cluster), calibration, trace]
-    _require_apart(json_file, read)
-    ready_to_write(json_file)
+    if plot is not None:
+        check_format(plot)
+    _require_apart([json_file, plot], read)
+    ready_to_write(json_file, plot)
     constants = machine.calibration_of(found.gpu, calibration)
     result = planned(query, constants, asked)
     # files come first: what is printed may end in a closed pipe, and a simulation in an error
     value = report.as_json(result, longest)
     if json_file is not None:
         _write_json(json_file, value)
+    if plot is not None:
+        with _writing(plot):
+            picture.draw(result, plot)
     screen = new_console()
     tell = functools.partial(screen.print, soft_wrap=True, markup=False)
     if result.points:
@@ -134,16 +142,25 @@ def _met(traffic: Traffic, requests: int) -> str:
     )
 
 
-def _require_apart(written: Path | None, read: list[Path | None]) -> None:
-    """Raise ConfigError if the output file is also an input."""
+def _require_apart(written: list[Path | None], read: list[Path | None]) -> None:
+    """Raise ConfigError if an output file is also another output or an input."""
     seen = {os.path.realpath(os.path.expanduser(file)) for file in read if file is not None}
-    if written is not None and os.path.realpath(written) in seen:
-        raise ConfigError(f"{written} is read; give the output a file of its own")
+    for file in (file for file in written if file is not None):
+        if os.path.realpath(file) in seen:
+            raise ConfigError(f"{file} is read, or written by another option; give each output a file of its own")
+        seen.add(os.path.realpath(file))
 
 
 def _write_json(file: Path, value: Mapping[str, object]) -> None:
-    try:
+    with _writing(file):
         file.write_text(json.dumps(value, indent=1) + "\n")
+
+
+@contextlib.contextmanager
+def _writing(file: Path) -> Iterator[None]:
+    """Convert a failure to write a file to ConfigError."""
+    try:
+        yield
     except OSError as error:
         raise ConfigError(f"cannot write {file}: {error.strerror or error}") from error
 
