@@ -42,7 +42,7 @@ from shotcast.engine.input_batch import (
 from shotcast.engine.model_runner import ModelRunner
 from shotcast.engine.outputs import EngineCoreOutput, ModelRunnerOutput
 from shotcast.engine.prefill import PrefillGraphs, PrefillOverlap
-from shotcast.engine.prefill_forms import BY_COPIES, HALVES, WHOLE, PrefillForms
+from shotcast.engine.prefill_forms import BY_COPIES, HALVES, PrefillForms
 from shotcast.engine.requests import Request
 from shotcast.engine.sampler import Sampler
 from shotcast.engine.sampling_params import SamplingParams
@@ -51,7 +51,7 @@ from shotcast.kernels.step_fields import FIELDS, TILE_FIELDS
 from shotcast.launcher.spawn import spawn
 from shotcast.layers.batch import Logits
 from shotcast.layers.step_timer import HostStepTimer
-from shotcast.overlap.policy import PLAIN, SEQUENTIAL
+from shotcast.overlap.policy import PLAIN, SEQUENTIAL, Decision
 
 VOCAB = 203
 SIZES = (5, 16, targets.TOKENS)
@@ -682,22 +682,34 @@ def test_steps_near_a_measured_size_take_its_parts(monkeypatch: pytest.MonkeyPat
         max_tile_tokens=lambda size: 32,
         config=SimpleNamespace(hidden=8),
         dtype=torch.float32,
-        parallel=SimpleNamespace(last=True),
+        parallel=SimpleNamespace(last=True, timer=None),
     )
     state = DeviceState(model, [], tables, last_tokens, None)
     forms = PrefillForms(model, "off", {})
     made = PrefillGraphs(state, sizes, (4,), CudaGraphs(torch.device("cpu"), HostStepTimer()), forms)
-    decided: list[int] = []
+    measured: list[int] = []
 
-    def decide(graphs: PrefillGraphs, size: int) -> None:
-        decided.append(size)
-        graphs._parts[size] = HALVES if size in (1152, 576) else WHOLE
+    def undecided(self: PrefillForms, size: int) -> bool:
+        if size < 512 or size > 1600:
+            self.decisions.setdefault(size, Decision(SEQUENTIAL, "too short, or too long", {}, {}))
+        return size not in self.decisions
 
-    monkeypatch.setattr(PrefillGraphs, "_decide", decide)
+    def decide(self: PrefillForms, size: int, run_of: Any) -> None:
+        measured.append(size)
+        self.decisions[size] = Decision(BY_COPIES if size < 1200 else SEQUENTIAL, "", {SEQUENTIAL: 1.0}, {})
+
+    monkeypatch.setattr(PrefillForms, "undecided", undecided)
+    monkeypatch.setattr(PrefillForms, "decide", decide)
+    monkeypatch.setattr(PrefillGraphs, "_prompts", lambda self, size: None)
     made.capture()
-    assert decided == [2048, 1536, 1152, 832, 576, *(size for size in reversed(sizes) if size < 512)]
+    assert measured == [1536, 1152, 832, 576]
     halves = [size for size in sizes if made._parts[size] == HALVES]
-    assert halves == [512, 576, 896, 960, 1024, 1152]
+    assert halves == [512, 576, 640, 704, 768, 832, 896, 960, 1024, 1152]
+    assert list(forms.decisions) == list(reversed(sizes))
+    again = PrefillGraphs(state, sizes, (4,), CudaGraphs(torch.device("cpu"), HostStepTimer()), forms)
+    again.capture()
+    assert again._parts == made._parts
+    assert len(measured) == 4
 
 
 def test_the_packed_step_has_room_for_the_size_that_needs_most() -> None:

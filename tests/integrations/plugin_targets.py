@@ -216,8 +216,8 @@ def vllm_linear(folder: str) -> list[str]:
 
     asked: list[tuple[int, ...]] = []
 
-    def differs(weight: torch.Tensor) -> bool:
-        asked.append(tuple(weight.shape))
+    def differs(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+        asked.append((*weight.shape, bias is not None))
         return weight.shape[0] == 7
 
     replaced = mock.patch.multiple(batch_invariant_gemm, serves=lambda x, weight: True, differs=differs, linear=kernel)
@@ -226,9 +226,10 @@ def vllm_linear(folder: str) -> list[str]:
         half, seven = weight.half(), torch.randn(7, 32)
         for _ in range(2):
             assert torch.equal(linear(x.half(), half), own(x.half(), half))
+            assert torch.equal(linear(x.half(), half, bias.half()), own(x.half(), half, bias.half()))
             assert torch.equal(linear(x, seven), own(x, seven))
-    assert served == [(6, 32)] * 2
-    assert asked == [(6, 32), (7, 32)]
+    assert served == [(6, 32)] * 4
+    assert asked == [(6, 32, False), (6, 32, True), (7, 32, False)]
     return logged
 
 

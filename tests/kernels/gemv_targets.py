@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from shotcast.device.triton.intrinsics import shared_memory_per_sm
 from shotcast.kernels.triton import batch_invariant_gemm, gemv, skinny_gemm
 from shotcast.kernels.triton.gemv import GemvConfig
 from shotcast.kernels.triton.skinny_gemm import SkinnyGemmConfig
@@ -97,10 +100,14 @@ def skinny_gemm_results(cases: list[SkinnyGemmCase]) -> list[float]:
     return [skinny_gemm_excess(case, "cpu") for case in cases]
 
 
-def batch_invariant_results(cases: list[tuple[int, int, int, str, bool]]) -> list[float]:
-    """Return :func:`excess` of products of rows, inputs, outputs, a dtype and whether there is a bias."""
+def batch_invariant_results(cases: list[tuple[int, int, int, str, bool, int]]) -> list[tuple[float, int]]:
+    """Return :func:`excess` of products of rows, inputs, outputs, a dtype, whether there is a bias, and SMs, and the
+    number of parts."""
     found = []
-    for rows, inputs, outputs, name, biased in cases:
+    for rows, inputs, outputs, name, biased, sms in cases:
         x, weight, _, bias = operands(rows, inputs, outputs, getattr(torch, name), False, biased, "cpu")
-        found.append(excess(batch_invariant_gemm.linear(x, weight, bias), x, weight, None, bias, False))
+        with mock.patch.object(batch_invariant_gemm, "num_sms", return_value=sms):
+            made = batch_invariant_gemm.linear(x, weight, bias)
+        config = skinny_gemm.choose_config(outputs, inputs, 2, 1, sms, shared_memory_per_sm(x.device))
+        found.append((excess(made, x, weight, None, bias, False), config.split_k))
     return found

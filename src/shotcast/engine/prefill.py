@@ -136,13 +136,14 @@ class PrefillGraphs:
     def capture(self) -> None:
         """Decide which steps are divided, and capture the graphs of all sizes. Call this before the first step, while
         memory holds only padding."""
-        decided = 0
+        measured, decisions = 0, self._forms.decisions
         for size in reversed(self._sizes):
-            if decided and size >= LEAST_TOKENS[True] and size > decided * _SHARED_DECISION:
-                self._parts[size] = self._parts[decided]
+            if size > measured * _SHARED_DECISION and LEAST_TOKENS[True] <= size < measured:
+                decisions.setdefault(size, decisions[measured])
+                self._decide(size)
             else:
                 self._decide(size)
-                decided = size
+                measured = size if decisions[size].median_us else 0
         for size in reversed(self._sizes):
             self._graphs.get_or_capture(("prefill", size), partial(self._compute, size, self._parts[size]))
         if self._state.model.parallel.last:

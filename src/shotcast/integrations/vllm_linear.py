@@ -23,29 +23,30 @@ USERS = "vllm.model_executor.layers.linear", "vllm.model_executor.layers.vocab_p
 """The modules that have vLLM's function under its name, each of which calls it for its layers."""
 
 _own: Any = getattr(batch_invariant, NAME, None)
-_checked: dict[tuple[Any, ...], bool] = {}
-"""By side and dtype of a weight, whether our kernel serves it: it has shown the same bits for every number of rows."""
+_invariant: dict[tuple[Any, ...], bool] = {}
+"""By sides, dtype and bias of a layer, whether our kernel had the same bits for every number of rows."""
 
 
 def linear_batch_invariant(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute ``input @ weight.T + bias``, as vLLM's function of this name."""
+    """Compute ``input @ weight.T + bias``, rounded once, where vLLM's function of this name rounds before the bias."""
     return torch.ops.shotcast_vllm_linear.batch_invariant(input, weight, bias)
 
 
-def _serves(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    key = (*weight.shape, weight.dtype, x.dtype, weight.device)
-    if key not in _checked:
-        serves = batch_invariant_gemm.serves(x, weight)
-        if serves and (torch.cuda.is_current_stream_capturing() or batch_invariant_gemm.differs(weight)):
-            text = "vLLM computes layers of %s: our kernel was not seen to have the same bits in every batch"
-            logger.warning(text, key)
-            serves = False
-        _checked[key] = serves
-    return _checked[key]
+def _serves(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    if not batch_invariant_gemm.serves(x, weight):
+        return False
+    key = (*weight.shape, weight.dtype, bias is not None)
+    if key not in _invariant:
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        _invariant[key] = not batch_invariant_gemm.differs(weight, bias)
+        if not _invariant[key]:
+            logger.warning("vLLM computes layers of %s: bits of our kernel depend on the batch here", key)
+    return _invariant[key]
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    if not _serves(x, weight):
+    if not _serves(x, weight, bias):
         return _own(x, weight, bias)
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     return batch_invariant_gemm.linear(rows, weight, bias).view(*x.shape[:-1], weight.shape[0])

@@ -50,52 +50,62 @@ class InvariantTile:
 class InvariantShape:
     """The SHAPE argument of :func:`batch_invariant_gemm_kernel`.
 
-    PART_STEPS: column steps of each of PARTS parts but the last. EVEN_K: the number of inputs is a multiple of COLUMNS.
+    DIVIDED: there are several parts. EVEN_K: the number of inputs is a multiple of COLUMNS.
     """
 
     M_TILE: int
     TILE: int
     COLUMNS: int
     STAGES: int
-    PARTS: int
-    PART_STEPS: int
+    DIVIDED: bool
     EVEN_K: bool
     PDL: bool
 
 
-@triton.jit(do_not_specialize=["outputs", "count"])
-def batch_invariant_gemm_kernel(x, weight, bias, out, outputs, inputs, count, SHAPE: tl.constexpr):
-    """Program i: compute a tile of M_TILE rows and TILE outputs; neighbors share the tile of the weight.
-
-    ``bias`` may be None; SHAPE is an :class:`InvariantShape`.
-    """
+@triton.jit
+def _add_columns(x, weight, tokens, rows, first, end, inputs, SHAPE: tl.constexpr):
+    """Return the float32 sums [TILE, M_TILE] over the columns from ``first`` to ``end``."""
     M_TILE: tl.constexpr = SHAPE.M_TILE
     TILE: tl.constexpr = SHAPE.TILE
     COLUMNS: tl.constexpr = SHAPE.COLUMNS
-    PARTS: tl.constexpr = SHAPE.PARTS
+    i = tl.arange(0, COLUMNS)
+    sums = tl.zeros([TILE, M_TILE], tl.float32)
+    for start in tl.range(first, end, COLUMNS, num_stages=SHAPE.STAGES):
+        k = start + i
+        if SHAPE.EVEN_K:
+            weights = tl.load(weight + rows[:, None] * inputs + k[None, :])
+            values = tl.load(x + tokens[None, :] * inputs + k[:, None])
+        else:
+            weights = tl.load(weight + rows[:, None] * inputs + k[None, :], mask=(k < inputs)[None, :], other=0.0)
+            values = tl.load(x + tokens[None, :] * inputs + k[:, None], mask=(k < inputs)[:, None], other=0.0)
+        sums = add_dot(sums, weights, values)
+    return sums
+
+
+@triton.jit(do_not_specialize=["outputs", "count", "split_k", "part_steps"])
+def batch_invariant_gemm_kernel(x, weight, bias, out, outputs, inputs, count, split_k, part_steps, SHAPE: tl.constexpr):
+    """Program i: compute a tile of M_TILE rows and TILE outputs; neighbors share the tile of the weight.
+
+    ``bias`` may be None; all of the ``split_k`` parts but the last have ``part_steps`` steps of columns. SHAPE is an
+    :class:`InvariantShape`.
+    """
+    M_TILE: tl.constexpr = SHAPE.M_TILE
+    TILE: tl.constexpr = SHAPE.TILE
     row_tiles = tl.cdiv(count, M_TILE)
     n = tl.program_id(0) // row_tiles * TILE + tl.arange(0, TILE)
     m = tl.program_id(0) % row_tiles * M_TILE + tl.arange(0, M_TILE)
-    i = tl.arange(0, COLUMNS)
     rows = tl.minimum(n, outputs - 1).to(tl.int64)
     tokens = tl.minimum(m, count - 1).to(tl.int64)  # what they add is not stored
     release_next_kernel(SHAPE.PDL)
     await_prior_kernel(SHAPE.PDL)
-    total = tl.zeros([TILE, M_TILE], tl.float32)
-    for part in tl.static_range(PARTS):
-        first = part * SHAPE.PART_STEPS * COLUMNS
-        end = tl.minimum(first + SHAPE.PART_STEPS * COLUMNS, inputs)
-        sums = tl.zeros([TILE, M_TILE], tl.float32)
-        for start in tl.range(first, end, COLUMNS, num_stages=SHAPE.STAGES):
-            k = start + i
-            if SHAPE.EVEN_K:
-                weights = tl.load(weight + rows[:, None] * inputs + k[None, :])
-                values = tl.load(x + tokens[None, :] * inputs + k[:, None])
-            else:
-                weights = tl.load(weight + rows[:, None] * inputs + k[None, :], mask=(k < inputs)[None, :], other=0.0)
-                values = tl.load(x + tokens[None, :] * inputs + k[:, None], mask=(k < inputs)[:, None], other=0.0)
-            sums = add_dot(sums, weights, values)
-        total = sums if part == 0 else total + sums
+    if SHAPE.DIVIDED:
+        total = tl.zeros([TILE, M_TILE], tl.float32)
+        for part in tl.range(0, split_k, num_stages=1):
+            first = part * part_steps * SHAPE.COLUMNS
+            end = tl.minimum(first + part_steps * SHAPE.COLUMNS, inputs)
+            total = total + _add_columns(x, weight, tokens, rows, first, end, inputs, SHAPE)
+    else:
+        total = _add_columns(x, weight, tokens, rows, 0, inputs, inputs, SHAPE)
     if bias is not None:
         total = total + tl.load(bias + rows)[:, None].to(tl.float32)
     rounded = round_float(tl.trans(total), out.dtype.element_ty)
@@ -180,25 +190,40 @@ def linear(
         tile.outputs,
         _STEP_COLUMNS,
         tile.stages,
-        config.split_k,
-        part_steps,
+        config.split_k > 1,
         inputs % _STEP_COLUMNS == 0,
         options["launch_pdl"],
     )
     out = x.new_empty(rows, outputs)
     grid = (-(-rows // tile.rows) * -(-outputs // tile.outputs),)
-    batch_invariant_gemm_kernel[grid](x, weight, bias, out, outputs, inputs, rows, shape, **options)
+    sizes = outputs, inputs, rows, config.split_k, part_steps
+    batch_invariant_gemm_kernel[grid](x, weight, bias, out, *sizes, shape, **options)
     return out
 
 
-def differs(weight: torch.Tensor) -> bool:
-    """Return whether bits of :func:`linear` with a weight depend on the number of rows, by an experiment on the GPU."""
+_LEAST_OUTPUTS = 1024
+"""Outputs from which a hundred rows have enough results for an experiment: one in 5,000 sums of another order is
+rounded to other bits."""
+
+
+def differs(weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
+    """Return whether bits of :func:`linear` depend on the number of rows, by an experiment on the GPU.
+
+    It compiles every kernel that may serve the layer. With few outputs, it takes another weight, whose columns cancel:
+    then almost every sum of another order has other bits.
+    """
     device, (outputs, inputs) = weight.device, weight.shape
     draw = torch.Generator(device).manual_seed(0)
     x = torch.randn(300, inputs, generator=draw, device=device).to(weight.dtype)
+    if outputs < _LEAST_OUTPUTS:
+        half = inputs // 2
+        weight = torch.randn(outputs, inputs, generator=draw, device=device).to(weight.dtype)
+        weight[:, half:] = weight[:, :half]
+        x[:, half:] = -x[:, :half]
+        bias = None if bias is None else torch.zeros_like(bias)
     memory = shared_memory_per_sm(device)
     parts = skinny_gemm.choose_config(outputs, inputs, x.element_size(), 1, num_sms(device), memory).split_k
     launches: list[tuple[int, InvariantTile | None]] = [(rows, None) for rows in (1, 17, 40, 65)]
     launches += [(300, tile) for tile in tiles(parts, x.element_size(), memory)]
-    found = [linear(x[:rows], weight, tile=tile) for rows, tile in launches]
+    found = [linear(x[:rows], weight, bias, tile) for rows, tile in launches]
     return not all(torch.equal(one, found[-1][: one.shape[0]]) for one in found)
