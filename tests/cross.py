@@ -27,6 +27,7 @@ from shotcast.kernels.triton.sampling import SamplingMetadata
 from shotcast.kernels.triton.skinny_gemm import Matrix
 from shotcast.memory import nvshmem_library
 from shotcast.transport.triton.barrier import barrier, gate
+from shotcast.transport.triton.binding import dtype_of, reduction_of
 from shotcast.transport.triton.copies import BROADCAST, EXCHANGE, GATHER, copy
 from shotcast.transport.triton.copy_engines import meeting, nan_if_stopped, sum_of_copies
 from shotcast.transport.triton.exchanges import DOUBLING, HALVING, PAIRS, PAIRS_16BIT, TWO_SHOT_16BIT
@@ -38,7 +39,6 @@ from shotcast.transport.triton.fused_two_shot import two_shot_norm
 from shotcast.transport.triton.multimem import multimem_all_reduce
 from shotcast.transport.triton.nvrar import nvrar_all_reduce
 from shotcast.transport.triton.one_shot import one_shot_reduce
-from shotcast.transport.triton.reductions import dtype_of, reduction_of
 from shotcast.transport.triton.ring import ring
 from shotcast.transport.triton.rooted import rooted_copy
 from shotcast.transport.triton.send_recv import send_recv

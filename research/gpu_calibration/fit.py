@@ -34,7 +34,7 @@ from shotcast.cost.inference import (
 )
 from shotcast.errors import ConfigError
 from shotcast.hardware import catalog
-from shotcast.hardware.spec import GpuSpec
+from shotcast.hardware.catalog import GpuSpec
 from shotcast.planner.calibration import FUSED_NORM, FUSED_NORMS, STAND_IN, Calibration, Fit, load
 from shotcast.planner.cpu_rows import KernelPoint
 from shotcast.wire import DTYPES, NodeShape, Op

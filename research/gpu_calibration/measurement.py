@@ -30,8 +30,8 @@ from shotcast.bench.progress import progress
 from shotcast.collectives.rank_device import gpu_of
 from shotcast.errors import ConfigError
 from shotcast.hardware import catalog
+from shotcast.hardware.catalog import GpuSpec
 from shotcast.hardware.detect import detect
-from shotcast.hardware.spec import GpuSpec
 from shotcast.launcher.spawn import RankGroup, spawn
 
 _MOST_COMPILERS = 14

@@ -578,7 +578,7 @@ def waits(late: int) -> tuple[list[str], list[str]]:
     import threading
 
     from shotcast.collectives import call_watch
-    from shotcast.memory import wait_log
+    from shotcast.memory import members
 
     lines: list[str] = []
 
@@ -587,7 +587,7 @@ def waits(late: int) -> tuple[list[str], list[str]]:
             lines.append(f"{record.levelname}: {record.getMessage()}")
 
     logging.getLogger("shotcast").addHandler(Lines())
-    wait_log._AT_S = (0.4, 1.0)
+    members._AT_S = (0.4, 1.0)
     call_watch.WAITS.period_s = 0.1
     with shotcast.Communicator(device="cpu", timeout_s=100) as whole:
         comm = whole.split(0 if whole.rank else None)

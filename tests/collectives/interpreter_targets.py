@@ -355,14 +355,14 @@ def programs_that_do_not_count(timeout_s: float) -> tuple[BaseException | None, 
 def told_of_a_long_wait(late: int, notice_s: float) -> tuple[list[str], Wait | None]:
     """Bring rank ``late`` some seconds after the others; return what is logged meanwhile, and the wait that is left."""
     from shotcast.collectives import call_watch
-    from shotcast.memory import wait_log
+    from shotcast.memory import members
     from shotcast.transport.triton import sync
 
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("shotcast").addHandler(handler)
-    wait_log._AT_S, call_watch.WAITS.period_s = (notice_s, 1e9), 0.05
+    members._AT_S, call_watch.WAITS.period_s = (notice_s, 1e9), 0.05
     sync.WAIT_NOTICE_NS = tl.constexpr(int(notice_s * 1e9))
     with shotcast.Communicator(device="cpu", timeout_s=60, max_bytes=1 << 18) as comm:
         warm(comm, "two_shot")

@@ -136,10 +136,11 @@ def told_of_a_wait(late: int, late_s: float) -> tuple[list[tuple[str, tuple[int,
         comm.all_reduce(x)
         stream = torch.cuda.current_stream()
         while not stream.query():
-            if (wait := comm._executor.waits()) and (wait.op, wait.ranks) not in heard:
-                heard.append((wait.op, wait.ranks))
+            wait = comm._executor.wait()
+            if wait and (told := (wait.op, tuple(comm._executor.awaited(wait)))) not in heard:
+                heard.append(told)
             time.sleep(0.05)
         comm.check()
-        comm._executor.waits()
+        comm._executor.wait()
         time.sleep(0.05)
-        return heard, comm._executor.waits() is None
+        return heard, comm._executor.wait() is None

@@ -13,7 +13,7 @@ from expected_results import reduced
 
 from shotcast import wire
 from shotcast.device.triton.reductions import reduce_words, reduced_unless_stopped
-from shotcast.transport.triton.reductions import dtype_of, reduction_of
+from shotcast.transport.triton.binding import dtype_of, reduction_of
 
 SIZE = 512
 

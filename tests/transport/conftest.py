@@ -10,12 +10,12 @@ from shotcast.device.cpu.compilation import Arithmetic, CompiledSchedule
 from shotcast.transport.cpu import copies, fused, norm, norm_rows, one_shot, ring, send_recv, two_shot
 from shotcast.transport.cpu.host_call import HostCall
 from shotcast.transport.network import copies as copies_between_nodes
-from shotcast.transport.network import meet, messages, sums
+from shotcast.transport.network import messages, sums
 
 
 @pytest.fixture(scope="session")
 def compiled_before_forking():
-    network = (copies_between_nodes, meet, messages, sums)
+    network = (copies_between_nodes, messages, sums)
     for module in (copies, fused, norm_rows, one_shot, ring, send_recv, two_shot, *network):
         for value in vars(module).values():
             if isinstance(value, HostCall):

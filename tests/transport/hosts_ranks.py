@@ -10,7 +10,7 @@ import torch
 from local_ranks import LocalGroup
 from shotcast.hardware.nodes import NodeLayout
 from shotcast.transport.cpu import send_recv
-from shotcast.transport.network import copies, meet, messages, sums
+from shotcast.transport.network import copies, messages, sums
 from shotcast.transport.network.executor import HostsExecutor
 from shotcast.transport.transport import Ranks
 from shotcast.wire import CallPlan, HeaderWords, LaunchShape, Op, encode_header
@@ -27,7 +27,7 @@ FUSED = {
     "nvrar_two_shot": sums.NORMED_TWO_SHOT,
     "nvrar_halving": sums.NORMED_HALVING,
 }
-CALLS = {**SUMS, "nvrar_16bit": sums.IN_16_BITS, "vendor": meet.BARRIER}
+CALLS = {**SUMS, "nvrar_16bit": sums.IN_16_BITS, "vendor": copies.BARRIER}
 NAMES = (*CALLS, "message")
 
 

@@ -11,8 +11,8 @@ import pytest
 import cross
 from shotcast.collectives.algorithms.few_sms import launch
 from shotcast.transport.triton import GPUS
+from shotcast.transport.triton.binding import reduction_of
 from shotcast.transport.triton.few_sms import _KINDS
-from shotcast.transport.triton.reductions import reduction_of
 from shotcast.wire import REDUCIBLE, Op
 
 ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, ALL_TO_ALL = (

@@ -57,14 +57,14 @@ def test_marks_of_any_thread_are_stored_at_once_and_stay(monkeypatch: pytest.Mon
 def test_a_wait_is_told_once_for_each_time_that_it_is_stored() -> None:
     words = executor._host_words(CPU)
     one = with_words(words)
-    assert one.waits() is None
+    assert one.wait() is None
     words[layout.HOST_WAIT] = wire.encode_fault(wire.TIMEOUT, 0, [3, 5], 12)
-    wait = one.waits()
+    wait = one.wait()
     assert wait is not None
-    assert (wait.ranks, wait.epoch32) == ((3, 5), 12)
-    assert one.waits() is None
+    assert (one.awaited(wait), wait.epoch) == ([3, 5], 12)
+    assert one.wait() is None
     words[layout.HOST_WAIT] = wire.encode_fault(wire.TIMEOUT, 0, [], 12)
-    assert one.waits() is None, "all headers came between the deadline's check and the look at them"
+    assert one.wait() is None, "all headers came between the deadline's check and the look at them"
     assert one.fault() is None
 
 
@@ -72,5 +72,6 @@ def with_words(words: torch.Tensor) -> Any:
     """Return an executor that has these words and nothing else."""
     one = object.__new__(TritonExecutor)
     one._marking, one._closed, one.heap = threading.Lock(), True, None  # it was never counted
+    one._wait = None
     one._use_words(words)
     return one

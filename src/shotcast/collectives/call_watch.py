@@ -13,7 +13,7 @@ from typing import Protocol
 from shotcast.collectives.interface import Executor
 from shotcast.errors import ClosedError
 from shotcast.memory.host_group import StoreGroup
-from shotcast.memory.wait_log import WaitLog, wait_text
+from shotcast.memory.members import WaitLog, wait_text
 from shotcast.wire import Wait
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from shotcast.collectives.interface import Executor
 from shotcast.errors import CollectiveTimeout
 from shotcast.memory.host_group import StoreGroup
-from shotcast.memory.wait_log import WaitLog, wait_text
+from shotcast.memory.members import WaitLog, wait_text
 
 _COMPILE_LIMIT_S = 300.0
 """The time limit for a live rank that compiles: far longer than any compilation."""

@@ -2,15 +2,14 @@
 
 A fingerprint is a hash over the source code of a kernel and of everything that it calls or reads in this package:
 jitted functions, host schedules, the arithmetic that these call, constants, and the options of the compilation. It is
-computed from syntax trees only, so it needs neither a GPU nor Triton, numba or torch.
+computed from syntax trees only, so it needs neither a GPU nor Triton, numba or torch. Launch shapes (programs, warps,
+tiles, chunks) are not part of it: they follow from a call, and tables record them.
 
 Comments, docstrings, annotations and error messages do not count. (Two kinds of annotations do: ``tl.constexpr``, which
 determines what is compiled in, and the tuple classes that jitted functions take.) Nor do the names of local variables,
-arguments and module-level definitions, which are numbered in order of first use instead. So renaming a function or
-moving it to another file changes nothing. Names of attributes and keyword arguments count. If a module has two versions
-of a function, the one under ``if INTERPRETED`` is skipped: results come from compiled kernels.
-
-Launch shapes (programs, warps, tiles, chunks) are not part of it: they follow from a call, and tables record them.
+arguments and module-level definitions, which are numbered in order of first use: renaming a function or moving it to
+another file changes nothing. Names of attributes and keyword arguments count. If a module has two versions of a
+function, the one under ``if INTERPRETED`` is skipped: results come from compiled kernels.
 """
 
 from __future__ import annotations
@@ -39,10 +38,7 @@ class Meaning(NamedTuple):
 
 
 class Source:
-    """A module as a syntax tree.
-
-    ``definitions`` maps each name to the top-level statements that define or fill it.
-    """
+    """A module as a syntax tree; ``definitions`` maps each name to the top-level statements that define or fill it."""
 
     def __init__(self, name: str, text: str, is_package: bool = False):
         self.name, self._package = name, name if is_package else name.rpartition(".")[0]

@@ -6,9 +6,7 @@ load unchanged. Instead of figures, ``gpu`` may be a name in :mod:`shotcast.hard
 ``num_nics_per_node`` of ``node``, for GPUs that share network adapters, and ``switch``, with ``num_nodes_per_leaf``,
 ``oversubscription`` and ``hop_latency``.
 
-Some fields of AIConfigurator's files are ignored. Calibrations replace ``mem_bw_empirical_scaling_factor`` and
-``mem_empirical_constant_latency``, which relate kernels to data sheets. Library memory (``misc``) is estimated
-differently. ``power``, ``pcie_bw``, ``data_dir`` and the throughputs of other types do not affect prices.
+``docs/reference/planner.md`` lists the fields that do not affect prices.
 """
 
 from __future__ import annotations
@@ -20,8 +18,8 @@ from pathlib import Path
 
 from shotcast.errors import ConfigError, similar
 from shotcast.hardware import catalog
+from shotcast.hardware.catalog import GpuSpec, LinkSpec
 from shotcast.hardware.description import Fields, read_yaml
-from shotcast.hardware.spec import GpuSpec, LinkSpec
 
 PACKAGED = {
     "a100x4": "a100-x4-slingshot",
@@ -112,7 +110,7 @@ class Cluster:
 
 def load(name: str) -> Cluster:
     """Load a cluster from a packaged description, by its name or file name, or from a YAML file. Raises ConfigError if
-    there is no such description, or if a field is missing, unknown or invalid.
+    there is none, or if a field is missing, unknown or invalid.
     """
     path = Path(name)
     if name.endswith((".yaml", ".yml")) or os.path.isfile(path):
@@ -186,7 +184,8 @@ def _network(fields: Fields, node: Fields, link: LinkSpec) -> NetworkSpec | None
             switch = _switch(node, rack // gpus, bw_gbps / rack_gbps, hop_us, source)
     elif "switch" in fields.values:
         part = fields.part("switch", _SWITCH_FIGURES, ("source",))
-        hop_us = part.not_negative("hop_latency", part.value("hop_latency")) * 1e6
+        hop = part.value("hop_latency")  # which may be 0
+        hop_us = 0.0 if hop == 0 and not isinstance(hop, bool) else part.number("hop_latency") * 1e6
         said = part.text("source", fields.origin)
         switch = _switch(part, part.count("num_nodes_per_leaf"), part.number("oversubscription"), hop_us, said)
     gpus_per_nic = 1

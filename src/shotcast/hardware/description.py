@@ -42,10 +42,7 @@ class Fields:
         return value
 
     def number(self, name: str) -> float:
-        return self.positive(name, self.value(name))
-
-    def positive(self, name: str, value: Any) -> float:
-        # YAML 1.1 reads 1e12 as text
+        value = self.value(name)  # YAML 1.1 reads 1e12 as text
         try:
             number = math.nan if isinstance(value, bool) else float(value)
         except (TypeError, ValueError, OverflowError):
@@ -58,14 +55,8 @@ class Fields:
             raise ConfigError(f"{self.origin}: {name} must be from {least:g} to {most:g}{unit}, not {number:g}")
         return number
 
-    def not_negative(self, name: str, value: Any) -> float:
-        return 0.0 if not isinstance(value, bool) and value == 0 else self.positive(name, value)
-
     def count(self, name: str) -> int:
-        return self.whole(name, self.value(name))
-
-    def whole(self, name: str, value: Any) -> int:
-        number = self.positive(name, value)
+        number = self.number(name)
         if number != int(number):
             raise ConfigError(f"{self.origin}: {name} must be a whole number, not {number}")
         return int(number)

@@ -21,12 +21,8 @@ def address_of_this_host(toward: str) -> str:
     """Return the address at which other hosts reach this one.
 
     It is the address of the interface from :func:`shotcast.env.socket_ifname`, preferably IPv4. Without that setting,
-    the route to ``toward`` determines it.
-
-    Raises ConfigError if there is no such interface, it has no address, or there is no route to ``toward``.
-
-    Args:
-        toward: the name or address of a host of the job, such as MASTER_ADDR.
+    the route to ``toward`` determines it, the name or address of a host of the job. Raises ConfigError if there is no
+    such interface, it has no address, or there is no route.
     """
     if name := env.socket_ifname():
         return _address_of_interface(name)

@@ -23,8 +23,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import torch.distributed as dist
 
-from shotcast.memory.members import Members, departed
-from shotcast.memory.wait_log import WaitLog, wait_text
+from shotcast.memory.members import Members, WaitLog, departed, wait_text
 
 _HOLDS = "holds "
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.02

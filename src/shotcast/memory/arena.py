@@ -2,17 +2,15 @@
 
 A *block* is mapped among some processes, its members. A *lease* is a part of a block for one communicator, all of whose
 ranks are members. Each rank takes the first sufficiently large part of its memory, so a lease may begin at different
-offsets on different ranks; ranks exchange the offsets. If no block has room on every rank, the ranks allocate a new
-one.
+offsets on different ranks. If no block has room on every rank, the ranks allocate a new one.
 
-A rank that closes its lease does not wait, but other ranks may still store into its memory: data of an unfinished call,
-or notice of a failed one. So every rank that closes leaves a mark in the memory of all ranks of the lease, after the
-communicator's part, and memory is leased again once all its marks are set, which a killed rank never does.
+A rank that closes its lease does not wait, but other ranks may still store into its memory. So every rank that closes
+leaves a mark in the memory of all ranks of the lease, after the communicator's part, and memory is leased again once
+all its marks are set, which a killed rank never does.
 
 A block without open leases is released; small ones are kept while other blocks have open leases. Releasing GPU memory
-waits for all work on the GPU, including kernels that wait for this rank's future work, and is not allowed in a graph
-capture. So GPU blocks stay available for leasing until a communicator that has already waited for the GPU calls
-:meth:`Arena.release`, or a new lease needs their memory.
+waits for all work on the GPU, and is not allowed in a graph capture. So GPU blocks stay available for leasing until a
+communicator that has already waited for the GPU calls :meth:`Arena.release`, or a new lease needs their memory.
 """
 
 from __future__ import annotations
@@ -102,9 +100,8 @@ class Lease:
         return self._block.buffer.view(member, start + offset, shape, dtype)
 
     def close(self) -> None:
-        """Return the memory. This rank's work on it must have ended; other ranks' may not. A second call does nothing.
-
-        Nothing may use the addresses afterwards, including captured graphs.
+        """Return the memory for good. This rank's work on it must have ended; other ranks' may not. Later calls do
+        nothing.
         """
         if not self._part.open:
             return
@@ -160,9 +157,7 @@ class Arena:
         return HeldMemory(leased, blocks, self._communicators[False], self._communicators[True])
 
     def lease(self, group: StoreGroup, nbytes: int, allocate: Allocate, multicast: bool) -> Lease:
-        """Lease ``nbytes`` on every rank of ``group``. Collective.
-
-        No rank may still be closing a communicator, which is ensured once all ranks have met.
+        """Lease ``nbytes`` on every rank of ``group``. Collective. No rank may still be closing a communicator.
 
         With ``multicast`` this rank requests a multicast address if there is one. Such an address covers all members of
         a block, at one offset. So if a block has one and all ranks request it, the communicator must have exactly the
@@ -246,16 +241,14 @@ class Arena:
     def give_back(self, part: Part) -> None:
         """Record that this rank has closed a lease, and release blocks not worth keeping if that needs no wait.
 
-        A lease may be garbage-collected, and so returned, at any moment. If the arena is in use then, its next use
-        releases the blocks.
+        A lease may be garbage-collected at any moment. If the arena is in use then, its next use releases the blocks.
         """
         part.open = False
         self._drop_empty(blocking=False)
 
     def release(self) -> None:
-        """Wait for the device, and release the blocks not worth keeping.
-
-        Raises RuntimeError, and releases nothing, if it cannot wait for the device, such as during a graph capture.
+        """Wait for the device, and release the blocks not worth keeping. Raises RuntimeError, and releases nothing, if
+        it cannot wait for the device, such as during a graph capture.
         """
         if self._wait is not None and self._has_empty():
             self._wait()

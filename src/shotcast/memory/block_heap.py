@@ -2,14 +2,13 @@
 
 The memory comes in *blocks*. A rank that creates one sends its file descriptor to the other ranks, which map the memory
 on their watch's thread, whatever else they are doing, and answer. The block is usable once all have answered. So a rank
-creates and frees tensors independently of the others, and calls do not depend on each other. Each call tells the ranks
-which block its tensors are in (:meth:`BlockHeap.place`).
+creates and frees tensors independently of the others. Each call tells the ranks which block its tensors are in
+(:meth:`BlockHeap.place`).
 
-A rank ends a call once all ranks have finished with its tensors, so the memory of a dead tensor is free for work
-enqueued later. As in PyTorch's allocator, this means work on the stream that allocated the tensor; other streams get
-the memory once that stream has caught up, and so do all streams if another one has used it (:func:`record_use`, since
-PyTorch's ``Tensor.record_stream`` only works for its own memory). After a failed call a late rank may still access the
-memory, so it stays unused until all ranks have met again.
+The memory of a dead tensor is free for later work on the stream that allocated the tensor; other streams get the memory
+once that stream has caught up, and so do all streams if another one has used it (:func:`record_use`, since PyTorch's
+``Tensor.record_stream`` only works for its own memory). After a failed call a late rank may still access the memory, so
+it stays unused until all ranks have met again.
 """
 
 from __future__ import annotations
@@ -51,10 +50,10 @@ class Peers(Protocol):
 
 
 class HostBlock:
-    """Memory that CPU ranks of this machine map, in an anonymous file.
+    """Memory that CPU ranks of this machine map, in an anonymous file. Raises OSError if there is no memory.
 
     ``descriptor`` refers to another rank's block, or is -1 to create one. As an attribute, it is the descriptor that
-    other processes use to map this block, and -1 once closed. Raises OSError if there is no memory.
+    other processes use to map this block, and -1 once closed.
     """
 
     def __init__(self, nbytes: int, descriptor: int = -1):
@@ -75,11 +74,7 @@ class HostBlock:
 
 
 class GpuBlock(driver.SharedMemory):
-    """The GPU counterpart of :class:`HostBlock`.
-
-    ``nbytes`` is a multiple of the driver's granularity; another rank's block may be on another GPU. Raises
-    RuntimeError if there is no memory, or it cannot be mapped.
-    """
+    """The GPU counterpart of :class:`HostBlock`; another rank's block may be on another GPU."""
 
     def __init__(self, device: torch.device, nbytes: int, descriptor: int = -1):
         super().__init__(device.index, nbytes, descriptor)
@@ -322,10 +317,7 @@ class BlockHeap:
                 self._mapped.notify_all()
 
     def close(self) -> None:
-        """Unmap the other ranks' blocks, and release this rank's blocks without live tensors.
-
-        All work of the device must have ended. Live tensors are unaffected.
-        """
+        """Unmap the other ranks' blocks, and release this rank's without live tensors, once all work has ended."""
         with self._lock:
             if self._closed:
                 return

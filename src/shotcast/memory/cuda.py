@@ -26,13 +26,11 @@ _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 class CudaBuffer:
     """``nbytes`` of zeros on each rank's GPU, mapped by all; a :class:`~shotcast.memory.symmetric.SymmetricBuffer`.
 
-    Construction is collective. Ranks confirm that their GPUs have the memory before mapping each other's, so one full
-    GPU is an error on all ranks. No process group is needed.
-
-    All GPUs must have peer access to each other. They are ``repeated`` if several ranks share one, or use the same
-    number for different ones, for example because each sees only its own. PyTorch must then be told, and there is no
-    multicast. Raises ConfigError on every rank, naming the ranks whose GPU has too little memory (with the requested
-    and free sizes), or whose memory PyTorch cannot map.
+    Construction is collective and needs no process group. Ranks confirm that their GPUs have the memory before mapping
+    each other's. All GPUs must have peer access to each other. They are ``repeated`` if several ranks share one, or use
+    the same number for different ones, for example because each sees only its own. PyTorch must then be told, and there
+    is no multicast. Raises ConfigError on every rank, naming the ranks whose GPU has too little memory (with the
+    requested and free sizes), or whose memory PyTorch cannot map.
     """
 
     def __init__(self, group: StoreGroup, nbytes: int, device: torch.device, repeated: bool):
@@ -76,9 +74,7 @@ class CudaBuffer:
 def _pytorch_told(settings: Sequence[str]) -> Iterator[None]:
     """Set, within this context, the variables to 1 that PyTorch reads when it shares memory.
 
-    With equal device numbers multicast is disabled, which ranks must agree on. The setting must not outlast the
-    context, since later memory may belong to other ranks, and other memory that the program shares through PyTorch may
-    have multicast.
+    Later memory may belong to other ranks, and other memory that the program shares through PyTorch may have multicast.
     """
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(dict.fromkeys(settings, "1"))
@@ -120,8 +116,7 @@ class AlikeKeys(dist.Store):
     """A store for one exchange of PyTorch, with the same keys on all ranks.
 
     PyTorch numbers the exchanges of a process, ``CUDASymmetricMemory/<number>/<rank>``, and expects that all ranks of a
-    group have made equally many, in any groups. This store counts from the first number that it is asked for. The
-    underlying ``store`` serves only these ranks and this exchange.
+    group have made equally many, in any groups. This store counts from the first number that it is asked for.
     """
 
     def __init__(self, store: dist.Store):

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+_NON_BLOCKING = 1
+
 
 @functools.cache
 def library() -> Any:
@@ -18,38 +20,34 @@ def library() -> Any:
 
 
 class SideStream:
-    """A GPU stream that waits for no other stream, not even the default one; usable from any thread.
-
-    Created on a thread that uses the GPU. Lives as long as the process.
-    """
+    """A GPU stream that waits for no other; usable from any thread, and created for good on one that uses the GPU."""
 
     def __init__(self, device: torch.device):
         self._context, self._stream = ctypes.c_void_p(), ctypes.c_void_p()
         with torch.cuda.device(device):
             torch.cuda.current_stream().query()  # the runtime makes its context current on this thread
-            check(library().cuCtxGetCurrent(ctypes.byref(self._context)), "asking for the context")
-            non_blocking = 1
-            check(library().cuStreamCreate(ctypes.byref(self._stream), non_blocking), "creating a stream")
+            call("cuCtxGetCurrent", "asking for the context", ctypes.byref(self._context))
+            call("cuStreamCreate", "creating a stream", ctypes.byref(self._stream), _NON_BLOCKING)
 
     def write_word(self, address: int, word: int) -> None:
         """Store 64 bits in GPU memory while kernels may be running."""
         with self.current():
-            error = library().cuStreamWriteValue64_v2(self._stream, ctypes.c_uint64(address), ctypes.c_uint64(word), 0)
-            check(error, "writing a word")
+            words = ctypes.c_uint64(address), ctypes.c_uint64(word)
+            call("cuStreamWriteValue64_v2", "writing a word", self._stream, *words, 0)
 
     def read_words(self, address: int, count: int) -> list[int]:
         """Read ``count`` signed 64-bit words of GPU memory while kernels may be running."""
         words = (ctypes.c_int64 * count)()
         with self.current():
             source, nbytes = ctypes.c_uint64(address), ctypes.c_size_t(ctypes.sizeof(words))
-            check(library().cuMemcpyDtoHAsync_v2(words, source, nbytes, self._stream), "reading words")
-            check(library().cuStreamSynchronize(self._stream), "reading words")
+            call("cuMemcpyDtoHAsync_v2", "reading words", words, source, nbytes, self._stream)
+            call("cuStreamSynchronize", "reading words", self._stream)
         return list(words)
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
         """Make the GPU's context current on this thread."""
-        check(library().cuCtxPushCurrent_v2(self._context), "making a context current")
+        call("cuCtxPushCurrent_v2", "making a context current", self._context)
         try:
             yield
         finally:
@@ -62,19 +60,15 @@ def side_stream(device_index: int) -> SideStream:
 
 
 def new_stream(device: torch.device, urgent: bool = False) -> torch.cuda.ExternalStream:
-    """Create a dedicated stream on the current GPU, which lives as long as the process.
+    """Create a dedicated stream for good, even during captures; PyTorch's pool reuses its streams after 32.
 
     An ``urgent`` one has the highest priority.
-
-    PyTorch's pool reuses its streams after 32. Captures may be in progress.
     """
-    made, non_blocking, least, most = ctypes.c_void_p(), 1, ctypes.c_int(0), ctypes.c_int(0)
+    made, least, most = ctypes.c_void_p(), ctypes.c_int(0), ctypes.c_int(0)
     with relaxed():
         if urgent:
-            check(
-                library().cuCtxGetStreamPriorityRange(ctypes.byref(least), ctypes.byref(most)), "asking for priorities"
-            )
-        check(library().cuStreamCreateWithPriority(ctypes.byref(made), non_blocking, most), "creating a stream")
+            call("cuCtxGetStreamPriorityRange", "asking for priorities", ctypes.byref(least), ctypes.byref(most))
+        call("cuStreamCreateWithPriority", "creating a stream", ctypes.byref(made), _NON_BLOCKING, most)
     handle = made.value
     assert handle is not None
     return torch.cuda.ExternalStream(handle, device)
@@ -113,8 +107,7 @@ class SharedMemory:
 
     Only :meth:`release` waits for GPU work. The GPU's side stream must exist (:func:`side_stream`), and ``nbytes`` must
     be a multiple of 2 MiB. ``descriptor`` refers to another process's memory, on a GPU that this one can access; -1
-    allocates memory, whose descriptor the caller must close. Raises RuntimeError if there is no memory, or it cannot be
-    mapped.
+    allocates memory, whose descriptor the caller must close. Raises RuntimeError if this fails.
     """
 
     def __init__(self, device_index: int, nbytes: int, descriptor: int = -1):
@@ -126,25 +119,20 @@ class SharedMemory:
             if descriptor < 0:
                 what = f"taking {nbytes} bytes of GPU {device_index}"
                 properties = _AllocationProperties(_PINNED, _FILE_DESCRIPTOR, place)
-                taken = library().cuMemCreate(ctypes.byref(handle), self._nbytes, ctypes.byref(properties), none)
-                check(taken, what)
+                call("cuMemCreate", what, ctypes.byref(handle), self._nbytes, ctypes.byref(properties), none)
             else:
                 what, file = "mapping memory of another process", ctypes.c_void_p(descriptor)
-                check(library().cuMemImportFromShareableHandle(ctypes.byref(handle), file, _FILE_DESCRIPTOR), what)
+                call("cuMemImportFromShareableHandle", what, ctypes.byref(handle), file, _FILE_DESCRIPTOR)
             with contextlib.ExitStack() as handles:  # what is mapped stays without its handle
                 handles.callback(library().cuMemRelease, handle)
-                reserved = library().cuMemAddressReserve(
-                    ctypes.byref(address), self._nbytes, ctypes.c_size_t(0), none, none
-                )
-                check(reserved, what)
+                call("cuMemAddressReserve", what, ctypes.byref(address), self._nbytes, ctypes.c_size_t(0), none, none)
                 undone.callback(library().cuMemAddressFree, address, self._nbytes)
-                check(library().cuMemMap(address, self._nbytes, ctypes.c_size_t(0), handle, none), what)
+                call("cuMemMap", what, address, self._nbytes, ctypes.c_size_t(0), handle, none)
                 undone.callback(library().cuMemUnmap, address, self._nbytes)
                 access = ctypes.byref(_Access(place, _READ_AND_WRITE))
-                check(library().cuMemSetAccess(address, self._nbytes, access, ctypes.c_size_t(1)), what)
+                call("cuMemSetAccess", what, address, self._nbytes, access, ctypes.c_size_t(1))
                 if descriptor < 0:
-                    given = ctypes.byref(made), handle
-                    check(library().cuMemExportToShareableHandle(*given, _FILE_DESCRIPTOR, none), what)
+                    call("cuMemExportToShareableHandle", what, ctypes.byref(made), handle, _FILE_DESCRIPTOR, none)
             undone.pop_all()
         self.address, self.descriptor = int(address.value), int(made.value)
 
@@ -159,11 +147,16 @@ class SharedMemory:
 def relaxed() -> Iterator[None]:
     """Allow this thread to make calls that could disturb a capture if they were ordered with it."""
     mode = ctypes.c_int(2)
-    check(library().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "relaxing captures")
+    call("cuThreadExchangeStreamCaptureMode", "relaxing captures", ctypes.byref(mode))
     try:
         yield
     finally:
         library().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+
+def call(function: str, what: str, *arguments: Any) -> None:
+    """Call a driver function; ``what`` names the operation. Raises RuntimeError if it returns an error."""
+    check(getattr(library(), function)(*arguments), what)
 
 
 def check(error: int, what: str) -> None:

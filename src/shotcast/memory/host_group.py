@@ -12,8 +12,7 @@ import torch.distributed as dist
 from shotcast.errors import CollectiveTimeout
 from shotcast.hardware.nodes import NodeLayout
 from shotcast.memory.agreed_number import agreed_number
-from shotcast.memory.members import Members, departed
-from shotcast.memory.wait_log import WaitLog, wait_text
+from shotcast.memory.members import Members, WaitLog, departed, wait_text
 
 _LONGEST_PAUSE_S = 0.02
 """The maximum interval between checks for a value, and for the end of the process that should send it."""
@@ -65,12 +64,9 @@ class StoreGroup:
             naming the ranks that did not arrive.
         group: the display name of the ranks; None uses the rendezvous's.
 
-    Attributes:
-        steps: the number of exchanges that this rank has completed.
-        members: the ranks as named in errors.
-        gone: ranks whose processes have ended, or that have left, which are not waited for.
-        left: the ones among ``gone`` that have left.
-        layout: the nodes of the ranks; one node until they are known.
+    Attributes: steps: the number of exchanges that this rank has completed. gone: ranks whose processes have ended, or
+    that have left, which are not waited for; ``left`` are the latter. layout: the nodes of the ranks; one node until
+    they are known.
     """
 
     def __init__(
@@ -125,9 +121,8 @@ class StoreGroup:
         return store.host if isinstance(store, dist.TCPStore) else ""
 
     def part(self, ranks: Iterable[int], name: str) -> StoreGroup:
-        """Return the group of some of these ranks, including this one, in the given order.
-
-        ``name`` must be unique among this group's parts.
+        """Return the group of some of these ranks, including this one, in the given order; ``name`` is unique among its
+        parts.
         """
         order = [self.order[rank] for rank in ranks]
         return StoreGroup(self._rendezvous, self._timeout_s, order, f"{self.name}/{name}", self.members.group)
@@ -140,8 +135,7 @@ class StoreGroup:
         """Return every rank's ``value`` (picklable), by rank.
 
         Raises CollectiveTimeout naming the ranks that did not arrive within ``timeout_s``. They may still arrive: this
-        rank has not completed the step either, so its next call matches theirs. The timeout does not apply if the
-        process that hosts the store is stopped, since PyTorch then waits forever.
+        rank's next call matches theirs. The timeout does not apply if the process that hosts the store is stopped.
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         step = self.steps
@@ -169,9 +163,8 @@ class StoreGroup:
         return values
 
     def _arrives(self, key: str, rank: int, deadline: float, look: Callable[[], None]) -> bool:
-        """Return whether the value of ``rank`` arrives before the deadline and the end of its process.
-
-        Polls the store, whose waits would log a warning on every timeout.
+        """Return whether the value of ``rank`` arrives before the deadline and the end of its process. Store waits
+        would log.
         """
         pause = 0.0002
         while True:

@@ -1,8 +1,8 @@
 """NVSHMEM's symmetric heap: GPU memory that other nodes can put into, leased in parts to communicators.
 
-The processes that initialize NVSHMEM together are its *PEs*. A process is a PE of one such set for its lifetime: the
-ranks of its first communicator that leases here. Later communicators must use ranks of that set. NVSHMEM allocates only
-with all PEs at once, so memory comes in *blocks*, one per PE, of which communicators lease parts.
+The processes that initialize NVSHMEM together are its *PEs*: the ranks of the first communicator that leases here.
+Later communicators must use ranks of that set. NVSHMEM allocates only with all PEs at once, so memory comes in
+*blocks*, one per PE, of which communicators lease parts.
 
 NVSHMEM's collective functions have no deadline. Ranks meet through the job's store before they call one, so that an
 absent rank is named, and the call runs on a thread that ranks stop waiting for at their deadline. NVSHMEM is never
@@ -62,11 +62,11 @@ def _is_free(part: Part) -> bool:
 
 
 class HeapLease:
-    """A communicator's part of the heap, uninitialized.
+    """A communicator's part of the heap, uninitialized, into which ranks of other nodes can put.
 
-    It is the :class:`~shotcast.memory.symmetric.SymmetricBuffer` of a node's ranks, into which ranks of other nodes can
-    put. ``addresses`` are 0 for ranks on other nodes; ``targets`` cover all ranks, including this one. NVSHMEM's
-    multicast addresses belong to teams and are not used.
+    It is the :class:`~shotcast.memory.symmetric.SymmetricBuffer` of a node's ranks: ``addresses`` are 0 for ranks on
+    other nodes. ``targets`` cover all ranks, including this one. NVSHMEM's multicast addresses belong to teams and are
+    not used.
     """
 
     multicast_address = 0
@@ -88,7 +88,6 @@ class HeapLease:
         self.addresses = tuple(target.mapped if other in mates else 0 for other, target in enumerate(self.targets))
 
     def view(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return this rank's bytes from ``offset`` on as a tensor. Raises ConfigError beyond the end."""
         if rank != self._rank:
             raise ConfigError(f"rank {self._rank} has no tensor of rank {rank}'s memory of NVSHMEM")
         if not self._part.open:
@@ -98,10 +97,10 @@ class HeapLease:
         return self._block.memory[start : start + nbytes].view(dtype).view(tuple(shape))
 
     def close(self) -> None:
-        """Return the memory. This rank's kernels must have ended; other ranks' may not. A second call does nothing.
+        """Return the memory for good. This rank's kernels must have ended; other ranks' may not. Later calls do
+        nothing.
 
-        The memory is leased again once all ranks have returned it with their puts complete: a late put would otherwise
-        land in the next communicator's memory.
+        The memory is leased again once all ranks have returned it with their puts complete.
         """
         if not self._part.open:
             return

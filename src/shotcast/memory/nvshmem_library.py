@@ -70,9 +70,8 @@ class _Attributes(ctypes.Structure):
 
 
 def folder() -> Path:
-    """Return the folder of the library: NVSHMEM_LIB_DIR, or the folder in the package ``nvidia.nvshmem``.
-
-    Raises ConfigError if it is missing or incomplete.
+    """Return the folder of the library: NVSHMEM_LIB_DIR, or the folder in the package ``nvidia.nvshmem``. Raises
+    ConfigError if it is missing or incomplete.
     """
     given = env.nvshmem_lib_dir()
     try:
@@ -97,10 +96,7 @@ def extern_libs() -> dict[str, str]:
 
 
 class Library:
-    """NVSHMEM in this process. Functions raise RuntimeError if NVSHMEM reports an error.
-
-    NVSHMEM terminates the process after some errors. Its collective functions wait for all PEs without a deadline.
-    """
+    """NVSHMEM in this process. Functions raise RuntimeError if NVSHMEM reports an error, or end the process."""
 
     def __init__(self) -> None:
         # read once, when a unique ID is made or this process becomes a PE; ranks that differ could not map each other

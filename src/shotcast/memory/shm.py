@@ -1,8 +1,8 @@
 """Symmetric memory of CPU ranks: one POSIX shared-memory segment per rank, mapped by all of them.
 
-A segment has a name only until the ranks have found each other. After that it lives as long as its mappings, so nothing
-is left behind, however the job ends. A creator that is killed in that short time leaves a file whose lock is free: the
-next buffer that any process of the same user creates removes it.
+A segment has a name only until the ranks have found each other, so nothing is left behind, however the job ends. A
+creator that is killed in that short time leaves a file whose lock is free: the next buffer that any process of the same
+user creates removes it.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ def _lock(descriptor: int) -> bool:
 def sweep(directory: str) -> list[str]:
     """Remove segments in ``directory`` left by killed processes of this user; return their names.
 
-    A segment is stale if its lock can be taken: the creator holds the lock from creation until it removes the name. (A
-    creator that has not yet locked its segment finds it taken or gone, and creates another.)
+    A segment is stale if its lock can be taken: the creator holds the lock from creation until it removes the name.
     """
     removed = []
     try:
@@ -142,10 +141,8 @@ class ShmBuffer:
     """``nbytes`` (rounded up to whole pages) of zeroed shared memory on each rank, mapped by every rank of ``group``.
 
     Construction is collective. If it fails on one rank, it raises ConfigError on every rank (with the rank, the wanted
-    and free memory, and what to do); if a rank does not arrive, it raises CollectiveTimeout. No file outlives
-    construction.
-
-    The mappings end with :meth:`close` and with the last tensor that :meth:`view` or the heap returned.
+    and free memory, and what to do); if a rank does not arrive, it raises CollectiveTimeout. The mappings end with
+    :meth:`close` and with the last tensor that :meth:`view` or the heap returned.
 
     The following ``heap_nbytes`` of address space are for a :class:`MappedHeap` (``heap``), which has memory only for
     its tensors. It is None if ``heap_nbytes`` is 0, or if a process limit leaves too little address space.
@@ -210,10 +207,6 @@ class ShmBuffer:
         return self._addresses
 
     def view(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return rank ``rank``'s bytes from ``offset`` on as a tensor, which keeps the memory mapped.
-
-        Raises ConfigError beyond the end or if they are not aligned to the item size, ClosedError after :meth:`close`.
-        """
         if not self._maps:
             raise ClosedError("this shared memory was closed")
         count = math.prod(shape)
@@ -228,10 +221,7 @@ class ShmBuffer:
         return torch.frombuffer(self._maps[rank], dtype=dtype, count=count, offset=offset).view(tuple(shape))
 
     def close(self) -> None:
-        """End this process's mappings; a mapping with live views ends with the last of them.
-
-        A second call does nothing.
-        """
+        """End this process's mappings; a mapping with live views ends with the last of them."""
         # Not mmap.close(): it does not respect that a tensor made by torch.frombuffer still uses the map.
         self._maps = ()
         self.heap = None

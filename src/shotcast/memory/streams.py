@@ -1,7 +1,6 @@
-"""The current CUDA device and stream, and capture state, at low cost.
+"""The current CUDA device and stream, and capture state, by private functions of PyTorch, which only this file uses.
 
-The only file that uses PyTorch's private functions for them. The public functions check and wrap, which takes about a
-microsecond each, and an eager call needs several.
+The public functions check and wrap, which takes about a microsecond each, and an eager call needs several.
 """
 
 from __future__ import annotations
@@ -43,10 +42,8 @@ def capture_of(stream: int) -> int:
     """Return the id of the graph capture of the stream with this handle, 0 for none."""
     status, number = ctypes.c_int(0), ctypes.c_ulonglong(0)
     none = ctypes.c_void_p(None)
-    error = driver.library().cuStreamGetCaptureInfo_v2(
-        ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), none, none, none
-    )
-    driver.check(error, "asking for the capture of a stream")
+    asked = ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), none, none, none
+    driver.call("cuStreamGetCaptureInfo_v2", "asking for the capture of a stream", *asked)
     return number.value if status.value == 1 else 0
 
 
@@ -54,10 +51,7 @@ _NO_TIMING, _EXTERNAL = 2, 1
 
 
 class SideLane:
-    """A highest-priority GPU stream for work that calls do next to their stream. It waits for no other call.
-
-    Events are reused: a stream waits for the latest record at the time of the wait call.
-    """
+    """A highest-priority GPU stream for work that calls do next to their stream. It waits for no other call."""
 
     def __init__(self, device: torch.device):
         self._device, self._stream = device, 0
@@ -98,8 +92,7 @@ class SideLane:
     @staticmethod
     def wait(stream: int, event: int) -> None:
         """Make a stream wait for an event."""
-        error = driver.library().cuStreamWaitEvent(ctypes.c_void_p(stream), ctypes.c_void_p(event), 0)
-        driver.check(error, "waiting for an event")
+        driver.call("cuStreamWaitEvent", "waiting for an event", ctypes.c_void_p(stream), ctypes.c_void_p(event), 0)
 
 
 def _destroy(stream: int, events: Sequence[int]) -> None:
@@ -111,7 +104,7 @@ def _destroy(stream: int, events: Sequence[int]) -> None:
 
 def _new_event() -> int:
     event = ctypes.c_void_p()
-    driver.check(driver.library().cuEventCreate(ctypes.byref(event), _NO_TIMING), "creating an event")
+    driver.call("cuEventCreate", "creating an event", ctypes.byref(event), _NO_TIMING)
     return event.value or 0
 
 
@@ -144,8 +137,7 @@ class LastCall:
 
     def wait_captured(self, stream: int) -> None:
         """Make a stream under capture wait, in each replay, for the call before the replay."""
-        error = driver.library().cuStreamWaitEvent(ctypes.c_void_p(stream), self._event, _EXTERNAL)
-        driver.check(error, "waiting for an event in a graph")
+        driver.call("cuStreamWaitEvent", "waiting in a graph", ctypes.c_void_p(stream), self._event, _EXTERNAL)
 
     def record_captured(self, stream: int) -> None:
         """Mark a stream's captured work as the last call of each replay.
@@ -156,13 +148,11 @@ class LastCall:
         status, number, graph = ctypes.c_int(0), ctypes.c_ulonglong(0), ctypes.c_void_p()
         before, edges, count = ctypes.POINTER(ctypes.c_void_p)(), ctypes.c_void_p(), ctypes.c_size_t(0)
         asked = (status, number, graph, before, edges, count)
-        error = driver.library().cuStreamGetCaptureInfo_v3(ctypes.c_void_p(stream), *map(ctypes.byref, asked))
-        driver.check(error, "asking for the capture of a stream")
+        what = "asking for the capture of a stream"
+        driver.call("cuStreamGetCaptureInfo_v3", what, ctypes.c_void_p(stream), *map(ctypes.byref, asked))
         capture, last = self._nodes
         nodes = [before[i] for i in range(count.value)] + ([last.value] if capture == number.value else [])
         node = ctypes.c_void_p()
-        error = driver.library().cuGraphAddEventRecordNode(
-            ctypes.byref(node), graph, (ctypes.c_void_p * len(nodes))(*nodes), ctypes.c_size_t(len(nodes)), self._event
-        )
-        driver.check(error, "recording an event in a graph")
+        given = (ctypes.c_void_p * len(nodes))(*nodes), ctypes.c_size_t(len(nodes)), self._event
+        driver.call("cuGraphAddEventRecordNode", "recording in a graph", ctypes.byref(node), graph, *given)
         self._nodes = number.value, node

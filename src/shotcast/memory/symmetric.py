@@ -95,8 +95,7 @@ def shortage(device: torch.device, what: str, error: RuntimeError) -> str:
 def raise_failures(group: StoreGroup, failure: str) -> None:
     """Raise ConfigError on every rank if any rank reports a failure, naming all failed ranks. Collective.
 
-    A rank that fails during construction must not be the only one to raise: the others would wait for it. ``failure``
-    is empty if nothing failed on this rank.
+    ``failure`` is empty if nothing failed on this rank.
     """
     failures = group.all_gather(failure)
     if message := "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(failures) if text):

@@ -20,8 +20,8 @@ from shotcast.cost.collective import LinkCost
 from shotcast.cost.inference import CPU_KINDS, FEW_ROWS, FP8, KINDS, NO_HOST, FusedNormCost, HostCost, KernelCost
 from shotcast.errors import ConfigError
 from shotcast.hardware import catalog
+from shotcast.hardware.catalog import GpuSpec
 from shotcast.hardware.cluster import read_text
-from shotcast.hardware.spec import GpuSpec
 from shotcast.wire import DTYPES
 
 FUSED_NORM = "fused_norm"

@@ -8,8 +8,8 @@ from pathlib import Path
 from shotcast import env
 from shotcast.errors import ConfigError
 from shotcast.hardware import catalog, cluster, detect
+from shotcast.hardware.catalog import GpuSpec, LinkSpec
 from shotcast.hardware.cluster import Cluster
-from shotcast.hardware.spec import GpuSpec, LinkSpec
 from shotcast.planner.calibration import STAND_IN, Calibration, calibrated_parts, load
 
 _BY_HAND = "give a layout by hand, such as 4x1 (tensor x pipeline parallel)"

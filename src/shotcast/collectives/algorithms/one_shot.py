@@ -143,7 +143,7 @@ ALGORITHM = Algorithm(
             work=part_work,
             triton="shotcast.transport.triton.barrier:bind",
             cpu="shotcast.transport.cpu.copies:BARRIER",
-            hosts="shotcast.transport.network.meet:BARRIER",
+            hosts="shotcast.transport.network.copies:BARRIER",
             share=slice_of_message,
         ),
         **dict.fromkeys(

@@ -13,7 +13,7 @@ _headers_of_all = Form(
     launch=lambda problem: LaunchShape(programs=0, block_words=0, num_warps=0),
     triton="shotcast.transport.triton.barrier:bind",
     cpu="shotcast.transport.cpu.copies:BARRIER",
-    hosts="shotcast.transport.network.meet:BARRIER",
+    hosts="shotcast.transport.network.copies:BARRIER",
 )
 
 ALGORITHM = Algorithm(

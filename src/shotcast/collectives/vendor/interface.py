@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from shotcast.memory.wait_log import WaitLog
+from shotcast.memory.members import WaitLog
 from shotcast.wire import CallPlan, HeaderWords
 
 _REMEMBERED = 1024

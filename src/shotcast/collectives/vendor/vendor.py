@@ -22,7 +22,7 @@ from shotcast.collectives.vendor.gloo import GlooGroup
 from shotcast.collectives.vendor.interface import Begun, CallError, Connected, RefusedError, VendorGroup
 from shotcast.errors import CollectiveTimeout, ShotcastError, UnsupportedError, call_text
 from shotcast.memory.host_group import StoreGroup
-from shotcast.memory.wait_log import WaitLog, wait_text
+from shotcast.memory.members import WaitLog, wait_text
 from shotcast.wire import CallPlan, Op
 
 _CONNECT_LIMIT_S = 120.0

@@ -1,10 +1,9 @@
 """Compilation of CPU kernels, once per machine.
 
-numba compiles functions when they are first needed. Their machine code is cached on disk (in ``NUMBA_CACHE_DIR``, next
-to the sources, or in the user's cache directory), so other ranks and later runs load it without importing numba. A
-schedule also contains code from the files it calls, and numbers that ranks agree on. The cache key is therefore a
-digest of all CPU kernels and ``wire.py``, the function, the processor, the versions of Python, numba and llvmlite, and
-numba's settings.
+Machine code is cached on disk (in ``NUMBA_CACHE_DIR``, next to the sources, or in the user's cache directory), so other
+ranks and later runs load it without importing numba. A schedule also contains code from the files it calls, and numbers
+that ranks agree on. The cache key is therefore a digest of all CPU kernels and ``wire.py``, the function, the
+processor, the versions of Python, numba and llvmlite, and numba's settings.
 """
 
 from __future__ import annotations
@@ -136,10 +135,7 @@ def _write(file: Path, code: bytes) -> None:
 
 @contextlib.contextmanager
 def _one_process_compiles(file: Path) -> Iterator[None]:
-    """Let one process on the machine compile a function while the others wait to load the result from disk.
-
-    Once the result is there, all processes load it at the same time.
-    """
+    """Let one process on the machine compile a function while the others wait to load the result from disk."""
     with contextlib.ExitStack() as held:
         try:
             lock = held.enter_context(open(file.with_suffix(".lock"), "w"))
@@ -176,7 +172,8 @@ def _machine_code(function: Callable[..., Any], kind: str) -> bytes:
     made = compile_function(function, kind)
     module = ir.Module("entry")
     module.triple, module.data_layout = binding.get_process_triple(), ""
-    _ENTRIES[kind](module, cpu_target.target_context, made.fndesc)
+    add_entry = _add_schedule_entry if kind == "schedule" else _add_arithmetic_entry
+    add_entry(module, cpu_target.target_context, made.fndesc)
     linked = binding.parse_assembly(made.library.get_llvm_str())
     entry = str(module).replace('target datalayout = ""', f'target datalayout = "{linked.data_layout}"')
     linked.link_in(binding.parse_assembly(entry.replace(module.triple, linked.triple)))
@@ -222,12 +219,6 @@ def _add_arithmetic_entry(module: Any, context: Any, descriptor: Any) -> None:
     builder.ret_void()
 
 
-_ENTRIES: dict[str, Callable[[Any, Any, Any], None]] = {
-    "schedule": _add_schedule_entry,
-    "arithmetic": _add_arithmetic_entry,
-}
-
-
 class _Loaded:
     """Machine code loaded into this process, and the address of its entry."""
 
@@ -251,9 +242,6 @@ class _Function:
         self._function = function
         self._loaded: _Loaded | None = None
 
-    def ready(self) -> bool:
-        return self._loaded is not None
-
     def _load(self) -> int:
         """Return the address of the entry. The caller holds the lock."""
         if self._loaded is None:
@@ -264,13 +252,12 @@ class _Function:
         file = _file_of(self._function, self._kind)
         if file is None:
             return _machine_code(self._function, self._kind)
-        code = _read(file)
-        if code is None:
-            with _one_process_compiles(file):
-                code = _read(file)
-                if code is None:
-                    code = _machine_code(self._function, self._kind)
-                    _write(file, code)
+        if (code := _read(file)) is not None:
+            return code
+        with _one_process_compiles(file):
+            if (code := _read(file)) is None:
+                code = _machine_code(self._function, self._kind)
+                _write(file, code)
         return code
 
 
@@ -286,18 +273,14 @@ class _MethodDefinition(ctypes.Structure):
 
 
 class CompiledSchedule(_Function):
-    """A collective as a compiled function: ``function(context, plan, x, out) -> status``.
-
-    It takes four addresses and returns a code of :mod:`shotcast.transport.cpu.waiting`.
-    """
+    """A collective as a compiled function of addresses, ``function(context, plan, x, out)``, that returns a status."""
 
     _kind = "schedule"
     _callable: Callable[[int, int, int, int], int] | None = None
 
     def get(self) -> Callable[[int, int, int, int], int]:
-        """Return the machine code, compiled or loaded on first use; it runs without the interpreter lock.
-
-        If a signal handler ends a wait, its exception is raised.
+        """Return the machine code, compiled or loaded on first use; it raises exceptions of signal handlers during
+        waits.
         """
         with _LOCK:
             if self._callable is None:
@@ -312,8 +295,7 @@ class CompiledSchedule(_Function):
 class Arithmetic(_Function):
     """Compiled arithmetic ``function(destination, sources, world_size, count)``, called by its address.
 
-    Schedules call it through a pointer: a schedule compiles once for all dtypes, and the arithmetic once for all
-    schedules.
+    A schedule thus compiles once for all dtypes, and the arithmetic once for all schedules.
     """
 
     _kind = "arithmetic"

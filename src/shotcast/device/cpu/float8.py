@@ -1,8 +1,4 @@
-"""FP8 (e4m3, finite) in CPU kernels, with the same bits as :mod:`shotcast.device.triton.float8`.
-
-A byte has 4 exponent bits (bias 7) and 3 mantissa bits. The largest value is 448, NaN is 0x7F, and there is no
-infinity.
-"""
+"""FP8 (e4m3, finite) in CPU kernels, with the same bits as :mod:`shotcast.device.triton.float8`."""
 
 from __future__ import annotations
 

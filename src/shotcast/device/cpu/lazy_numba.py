@@ -1,8 +1,7 @@
 """numba's names for host code, which import numba on first use.
 
 Compiling needs numba, and importing it takes each process most of a second. Loading machine code from disk
-(:mod:`shotcast.device.cpu.compilation`) does not need it, so modules with host code import these names instead of
-numba's.
+(:mod:`shotcast.device.cpu.compilation`) does not need it.
 """
 
 from __future__ import annotations

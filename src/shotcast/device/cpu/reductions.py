@@ -6,12 +6,11 @@
     of integers                modulo 2^bits
     of bool                    sum, max and bor are "or"; prod, min and band are "and"; a byte that is not 0 is true
 
-Extrema compare floats as integers, the *keys* of the floats: bits that ascend with the value. Nothing is therefore
-converted, and the result has the bits of one of its operands. A NaN becomes the dtype's positive quiet NaN.
+Extrema compare floats as integers, the *keys* of the floats: bits that ascend with the value. The result has the bits
+of one of its operands, or of the dtype's positive quiet NaN.
 
 The code is written as LLVM vectors rather than left to the vectorizer: the destination may be one of the sources
-(in-place calls), and the vectorizer's alias check would select scalar code. There is no multiplication to contract and
-no reassociation.
+(in-place calls), and the vectorizer's alias check would select scalar code.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Repeated launches of a kernel with the same arguments except for a few addresses.
 
-Triton's launcher binds, specializes and hashes all arguments at every call, which takes tens of microseconds on the
-host. This module does that once: the arguments stay in memory in the form that the kernel takes, and a launch writes
-its addresses there and calls the driver. This is the only file that uses Triton's launch interface;
-``tests/device/test_launch.py`` compares it with the public launcher.
+Triton's launcher binds, specializes and hashes all arguments at every call, which takes tens of microseconds. Here the
+arguments stay in memory in the form that the kernel takes, and a launch writes its addresses there and calls the
+driver. This is the only file that uses Triton's launch interface; ``tests/device/test_launch.py`` compares it with the
+public launcher.
 """
 
 from __future__ import annotations
@@ -89,13 +89,11 @@ class Launch:
         programs: the number of programs in the grid.
         arguments: every argument by name, some of them tuples. Integers that stand for addresses must be large enough
             to be 64-bit, or :class:`Wide`.
-        open_names: the arguments that each call supplies, in this order. A tuple is given as its elements, one after
-            the other.
+        open_names: the arguments that each call supplies, in this order, tuples as their elements.
         options: compiler options, such as ``num_warps``. If ``extern_libs`` includes NVSHMEM's device functions, this
             process must be one of NVSHMEM's PEs.
-        padding_bytes: shared memory of a block beyond what the kernel uses, so that fewer blocks fit on an SM. Any
-            number, even 0, gives an SM that runs the kernel as much shared memory and as little cache as it can have,
-            so that blocks of other kernels find the rest of it.
+        padding_bytes: shared memory of a block beyond what the kernel uses. Any number, even 0, gives an SM that runs
+            the kernel as much shared memory and as little cache as it can have, for blocks of other kernels.
     """
 
     __slots__ = ("_kernel", "_open_names", "_padding_bytes", "_prepared", "arguments", "options", "programs")
@@ -201,9 +199,8 @@ class Launch:
 def load_all(launches: Sequence[Launch], rank: int, ranks: int) -> None:
     """Compile and load kernels whose only constant is SHAPE on the current device, several at a time.
 
-    Each takes seconds to compile. ``rank`` is one of ``ranks`` of this host that load the same kernels at this time.
-    They divide the cores and the kernels, which Triton keeps on disk: a rank first compiles its share, and then what
-    others have not compiled yet.
+    ``rank`` is one of ``ranks`` of this host that load the same kernels at this time. They divide the cores and the
+    kernels, which Triton keeps on disk: a rank first compiles its share, and then what others have not compiled yet.
     """
     if INTERPRETED:
         return
@@ -258,10 +255,9 @@ def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
 def _allow_shared_memory(function: int, nbytes: int) -> None:
     """Allow a function ``nbytes`` of dynamic shared memory, unless it may already use as much."""
     handle, most = ctypes.c_void_p(function), ctypes.c_int(0)
-    error = driver.library().cuFuncGetAttribute(ctypes.byref(most), _MOST_DYNAMIC_SHARED_BYTES, handle)
-    driver.check(error, "asking a function")
+    driver.call("cuFuncGetAttribute", "asking a function", ctypes.byref(most), _MOST_DYNAMIC_SHARED_BYTES, handle)
     if most.value < nbytes:
-        error = driver.library().cuFuncSetAttribute(handle, _MOST_DYNAMIC_SHARED_BYTES, ctypes.c_int(nbytes))
-        driver.check(error, f"asking for {nbytes} bytes of shared memory")
-    error = driver.library().cuFuncSetAttribute(handle, _SHARED_MEMORY_CARVEOUT, ctypes.c_int(_ALL_SHARED_MEMORY))
-    driver.check(error, "asking for shared memory in place of cache")
+        what = f"asking for {nbytes} bytes of shared memory"
+        driver.call("cuFuncSetAttribute", what, handle, _MOST_DYNAMIC_SHARED_BYTES, ctypes.c_int(nbytes))
+    what = "asking for shared memory in place of cache"
+    driver.call("cuFuncSetAttribute", what, handle, _SHARED_MEMORY_CARVEOUT, ctypes.c_int(_ALL_SHARED_MEMORY))

@@ -19,17 +19,12 @@ from triton.language import core
 
 @core.extern
 def put_nbi_block(target: Any, source: Any, nbytes: Any, pe: Any, _semantic: Any = None) -> Any:
-    """Copy bytes from this GPU's NVSHMEM memory to another PE's; the program does not wait for completion.
+    """Copy ``nbytes`` from ``source``, an address in this PE's NVSHMEM memory, to PE ``pe``, without waiting.
 
-    All threads of the program must make the same call. Words of 4 bytes at multiples of 4 arrive whole, exactly once
-    and in any order (docs/reference/protocols.md explains what guarantees that). The source may be reused once the
-    other PE is known to have the bytes.
-
-    Args:
-        target: the address that the bytes would have in this PE's memory.
-        source: an address in this PE's NVSHMEM memory.
-        nbytes: the number of bytes.
-        pe: the PE that receives them.
+    ``target`` is the address that the bytes would have in this PE's memory. All threads of the program must make the
+    same call. Words of 4 bytes at multiples of 4 arrive whole, exactly once and in any order
+    (docs/reference/protocols.md explains what guarantees that). The source may be reused once the other PE is known to
+    have the bytes.
     """
     return core.extern_elementwise(
         "",

@@ -2,8 +2,7 @@
 
 A word holds one number of 32 bits, two of 16 or four of 8, the first in the lowest bits; a number of 64 bits takes two
 words, the lower half first. Narrower numbers are widened to int32, computed modulo 2^32 and truncated. Maxima and
-minima of floats compare their *keys*: integers that ascend with the value and place NaN beyond all numbers. No
-instruction thus decides about NaN or the sign of zero, and the interpreter gives the same bits.
+minima of floats compare their *keys*, as :mod:`shotcast.device.cpu.reductions` does.
 
 DTYPE is the dtype of the numbers: the dtype of the parts for complex tensors, and int1 for bool, which takes a byte a
 number. REDUCTION is a code of :data:`shotcast.wire.REDUCTIONS`.

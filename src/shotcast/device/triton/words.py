@@ -16,9 +16,8 @@ from shotcast.device.triton.intrinsics import round_pair, round_to
 def load_words(address, start, offs, nbytes, UNIT: tl.constexpr):
     """Load words ``offs`` of the bytes that begin at ``address + start``; bytes from ``nbytes`` on read as zero.
 
-    UNIT states what the caller knows. If it is 16, address, start and nbytes are multiples of 16. Otherwise it is the
-    widest access in bytes (4, 2 or 1) that divides address, start and nbytes. (The interpreter takes a small address
-    for a 32-bit number.)
+    If UNIT is 16, address, start and nbytes are multiples of 16. Otherwise it is the widest access in bytes (4, 2 or 1)
+    that divides all three. (The interpreter takes a small address for a 32-bit number.)
     """
     at = address.to(tl.int64) + start
     if UNIT == 16:

@@ -12,7 +12,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -52,13 +52,6 @@ _KINDS = {
     PARTS_DIFFER: wire.PARTS_DIFFER,
 }
 """The kind of fault for each status of a schedule."""
-
-
-class CpuAlgorithms(Protocol):
-    """The part of a communicator's algorithms that the executor uses."""
-
-    def header(self, plan: CallPlan, /) -> HeaderWords: ...
-    def kernel(self, plan: CallPlan, kind: str, /) -> Any: ...
 
 
 def fill_with_nan(tensor: torch.Tensor | None) -> None:
@@ -101,9 +94,9 @@ class CpuBoundCall:
     ) -> None:
         """Run the call on contiguous CPU tensors; block until it is done or has failed (:meth:`CpuExecutor.fault`).
 
-        ``x`` and ``out`` have the sizes given by the plan and may have any alignment; pass None for a tensor that the
-        operation lacks. Without ``out``, a broadcast or all_reduce is in place. Fused operations write the tensors in
-        ``norm``, and no ``out``. For an uneven all_to_all, ``sizes`` replace the plan's sizes. Raises ClosedError.
+        ``x`` and ``out`` have the sizes given by the plan; pass None for a tensor that the operation lacks. Without
+        ``out``, a broadcast or all_reduce is in place. Fused operations write the tensors in ``norm``, and no ``out``.
+        For an uneven all_to_all, ``sizes`` replace the plan's sizes. Raises ClosedError.
         """
         executor, plan = self._executor, self.plan
         if self._function is None or executor.closed:
@@ -157,16 +150,14 @@ class CpuExecutor:
     constructor raises the errors of :class:`ShmBuffer`.
 
     A call does not raise if its peers are late or make a different call: it ends with :meth:`fault` set on all ranks
-    and NaN in a floating-point ``out``, until :meth:`clear`. An executor runs one call at a time. No message needs a
-    larger workspace, regardless of its size. The value of ``stopped_word`` is the fault that stopped the communicator,
-    or 0 for none; :meth:`close` frees its memory.
+    and NaN in a floating-point ``out``, until :meth:`clear`. An executor runs one call at a time.
     """
 
     kind = "cpu"
     """The part of an algorithm's description that holds its compiled code."""
     heap_nbytes = _HEAP_BYTES
 
-    def __init__(self, group: StoreGroup, max_bytes: int, timeout_s: float, algorithms: CpuAlgorithms):
+    def __init__(self, group: StoreGroup, max_bytes: int, timeout_s: float, algorithms: Any):
         self._rank, self._world_size = group.rank, group.world_size
         self._sender = group.rank  # as headers name it
         self._algorithms = algorithms
@@ -207,11 +198,6 @@ class CpuExecutor:
         self.closed = False
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
-        """Allocate a tensor in memory that all ranks map, or return None if there is no memory for it. No other rank
-        takes part.
-
-        Raises ClosedError.
-        """
         if self.closed:
             raise ClosedError("this communicator was closed")
         heap = self._heap
@@ -224,15 +210,19 @@ class CpuExecutor:
 
         Raises ConfigError if there is no such algorithm, peer or row, and UnsupportedError for an unsupported dtype.
         """
-        call: HostCall = self._algorithms.kernel(plan, self.kind)
-        if self._world_size == 1 and call.alone is not None:
+        return CpuBoundCall(self, plan, self._call_of(plan, self.kind, self._world_size))
+
+    def _call_of(self, plan: CallPlan, kind: str, ranks: int) -> HostCall:
+        """Look up the host call of a plan between ``ranks`` ranks. Raises the errors of :meth:`bind`."""
+        call: HostCall = self._algorithms.kernel(plan, kind)
+        if ranks == 1 and call.alone is not None:
             call = call.alone
-        if plan.op in _SEND_RECV and not (0 <= plan.root < self._world_size and plan.root != self._rank):
-            raise ConfigError(f"{plan.op.label}: rank {plan.root} is no peer of rank {self._rank}")
+        if plan.op in _SEND_RECV and not (0 <= plan.root < ranks and plan.root != self._sender):
+            raise ConfigError(f"{plan.op.label}: rank {plan.root} is no peer of rank {self._sender}")
         if call.norms:
             self._check_rows(plan)
         call.arithmetic(plan)
-        return CpuBoundCall(self, plan, call)
+        return call
 
     def variants(self, plan: CallPlan) -> tuple[str, ...]:
         norm = "" if plan.norm is None else f"{plan.norm.kind} of {plan.norm.weight or plan.dtype}"
@@ -319,9 +309,8 @@ class CpuExecutor:
         return layout.OUTBOX_SLOTS // max(1, math.ceil(nbytes / self.context[layout.OUTBOX_CHUNK // 8]))
 
     def headers(self, epoch: int) -> list[HeaderWords | None]:
-        """Collect each rank's header of call ``epoch``, None for a rank that has not made that call.
-
-        After a mismatch between a send and a recv, the receiver gets the headers of the two ranks.
+        """Collect each rank's header of call ``epoch``, None for a rank that has not made that call; after a mismatch
+        between a send and a recv, the receiver gets those of the two ranks.
         """
         if self.closed:
             raise ClosedError("this communicator was closed")
@@ -331,7 +320,6 @@ class CpuExecutor:
         return [HeaderWords.of_cells(pair, epoch) for pair in cells]
 
     def wait(self) -> Wait | None:
-        """Return the wait that this rank is in, if any. Any thread may call it; it never blocks."""
         with self._looking:
             if self.closed:
                 return None
@@ -348,7 +336,6 @@ class CpuExecutor:
             return None if header is None else Wait(Header.decode(header).op, epoch, since)
 
     def awaited(self, wait: Wait) -> list[int]:
-        """List the ranks that ``wait`` is for, as far as they are known. Raises ClosedError."""
         with self._looking:
             return list(wait.peers) or self._absent()
 
@@ -401,10 +388,7 @@ class CpuExecutor:
         self._stop(wire.encode_fault(wire.INTERRUPTED, int(op), [self._sender], self.epoch))
 
     def _absent(self) -> list[int]:
-        """List the ranks that have not reached this call or, if all have, the ranks that are behind in it.
-
-        (The ranks that they keep waiting are a step ahead.)
-        """
+        """List the ranks that have not reached this call or, if all have, the ranks that are furthest behind in it."""
         peers = [rank for rank in range(self._world_size) if rank != self._rank]
         headers = self.headers(self.epoch)
         absent = [rank for rank in peers if headers[rank] is None]
@@ -440,7 +424,6 @@ class CpuExecutor:
         return [peer]
 
     def parts(self, epoch: int) -> dict[int, str]:
-        """Describe, by rank, the sizes that made this rank stop an uneven all_to_all; empty if it did not."""
         return self._parts[1] if self._parts[0] == epoch else {}
 
     def _keep_message_headers(self, plan: CallPlan, header: HeaderWords) -> None:
@@ -462,7 +445,6 @@ class CpuExecutor:
         return self.context[layout.EPOCH // 8]
 
     def set_epoch(self, value: int) -> None:
-        """Set the number of the last call. Call it on every rank while no rank is in a call."""
         self._set(layout.EPOCH, value)
 
     def set_timeout(self, seconds: float) -> None:
@@ -478,18 +460,16 @@ class CpuExecutor:
             self._set(layout.GONE, self.context[layout.GONE // 8] | 1 << rank)
 
     def more_bytes(self, capacity: int) -> int:
-        """Return 0: no message needs a larger workspace."""
         return 0
 
     def keep(self) -> None:
         """Do nothing: no graph has these addresses."""
 
     def idle(self) -> bool:
-        """Return True: calls block."""
         return True
 
     def drain(self) -> None:
-        """Wait until no call is running. It returns at once, since calls block."""
+        """Return at once, since calls block."""
 
     def clear(self, epoch: int) -> None:
         """Clear faults, headers, progress and messages, and set the number of the last call to ``epoch``.

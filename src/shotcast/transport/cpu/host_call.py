@@ -42,19 +42,13 @@ def check_sum(plan: CallPlan, served: Container[str]) -> None:
 
 
 def sums(plan: CallPlan) -> dict[int, Arithmetic]:
-    """Look up the addition of the plan's dtype, by word of the plan record.
-
-    Raises UnsupportedError for a dtype without addition.
-    """
+    """Look up the plan's addition, by word of the plan record. Raises UnsupportedError if there is none."""
     check_sum(plan, SUMS)
     return {layout.ARITHMETIC: SUMS[plan.dtype]}
 
 
 def reductions(plan: CallPlan) -> dict[int, Arithmetic]:
-    """Look up the plan's reduction, by word of the plan record.
-
-    Raises UnsupportedError for a dtype without that reduction.
-    """
+    """Look up the plan's reduction, by word of the plan record. Raises UnsupportedError if there is none."""
     found = REDUCTIONS.get((plan.dtype, plan.reduction))
     if found is None:
         raise UnsupportedError(f"compiled CPU ranks have no {plan.op.label} ({plan.reduction}) of {plan.dtype}")

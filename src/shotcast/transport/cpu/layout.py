@@ -9,9 +9,6 @@ The shared region of a rank, mapped by all ranks:
     outboxes    for each receiver: ``OUTBOX_SLOTS`` slots of a chunk, each with its header before it
     heap        user tensors
 
-A rank writes only its own region (except for abort words and tensors) and reads the regions of its peers: a store to a
-shared page is a multicast.
-
 The context and plan records are private arrays of int64; offsets into them are in bytes.
 """
 

@@ -1,8 +1,7 @@
-"""Tensors in memory that all ranks map; calls publish where they are.
+"""Tensors in memory that all ranks map; calls publish where they are, along with their headers.
 
-A rank publishes where its tensors are in its region along with the header of a call. Ranks may therefore create and
-free tensors independently, and need not agree on the form of a call: each rank knows the form on all ranks once it has
-their headers. As with headers, even and odd epochs have separate words, since a rank may be one call ahead.
+Ranks may therefore create and free tensors independently, and need not agree on the form of a call. As with headers,
+even and odd epochs have separate words, since a rank may be one call ahead.
 """
 
 from __future__ import annotations

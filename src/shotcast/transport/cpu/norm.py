@@ -43,30 +43,10 @@ from shotcast.device.cpu.vectors import (
     reduce_lanes,
     store_at,
 )
-from shotcast.transport.cpu.layout import (
-    ADD,
-    BIAS,
-    COLUMN,
-    DYNAMIC,
-    EPS,
-    HIDDEN,
-    ITEMSIZE,
-    NEW_RESIDUAL,
-    NORM,
-    NORMED,
-    QUANTIZED,
-    RESIDUAL,
-    ROW,
-    SCALE,
-    SOURCES,
-    SQUARES,
-    SQUARES_LANES,
-    START,
-    WEIGHT,
-)
+from shotcast.transport.cpu import layout
 from shotcast.wire import FP8_LARGEST, LAYER, LAYER_WITH_BIAS, RMS, Norm
 
-assert SQUARES_LANES == LANES
+assert layout.SQUARES_LANES == LANES
 _SMALLEST_SCALE = 2.0**-126
 
 START_AT_ZERO = 0
@@ -88,7 +68,7 @@ class _Fields:
         return load_at(self._builder, F32, self._builder.add(self._row, number(offset)))
 
     def squares(self, index: Any) -> Any:
-        address = self._builder.add(self._row, number(SQUARES))
+        address = self._builder.add(self._row, number(layout.SQUARES))
         return self._builder.add(address, self._builder.mul(index, number(4)))
 
     def item(self, address: Any, index: Any) -> Any:
@@ -102,8 +82,8 @@ class _Fields:
 def _add(builder: Any, dtype: str, kind: str, row: Any, sources: Any, world_size: Any, count: Any) -> None:
     form = FORMATS[dtype]
     fields = _Fields(builder, row, form.stored)
-    residual, new_residual = fields.word(RESIDUAL), fields.word(NEW_RESIDUAL)
-    column, start = fields.word(COLUMN), fields.float32(START)
+    residual, new_residual = fields.word(layout.RESIDUAL), fields.word(layout.NEW_RESIDUAL)
+    column, start = fields.word(layout.COLUMN), fields.float32(layout.START)
 
     def terms_of(index: Any, lanes: int) -> Any:
         def combine(total: Any, source: Any) -> Any:
@@ -142,9 +122,8 @@ def _add(builder: Any, dtype: str, kind: str, row: Any, sources: Any, world_size
 def _centre(builder: Any, form: Any, fields: _Fields, values: Any, hidden: Any, mean: Any) -> tuple[Any, Any]:
     """Compute the variance of a row, and build a function that subtracts the mean from ``lanes`` of its values.
 
-    ``mean`` was rounded more than once. The differences from it, which are nearly exact, are therefore summed too, and
-    their mean ``rest`` is the correction: the mean is ``mean + rest``, and the variance is the variance of the
-    differences.
+    ``mean`` was rounded more than once. The differences from it are therefore summed too: the mean is ``mean + rest``,
+    the mean of the differences, and the variance is that of the differences.
     """
     wide = vector(F32, LANES)
     sums = [cgutils.alloca_once(builder, wide) for _ in range(2)]
@@ -185,11 +164,11 @@ def _centre(builder: Any, form: Any, fields: _Fields, values: Any, hidden: Any, 
 def _norm(builder: Any, dtype: str, weight_dtype: str, kind: str, row: Any, values: Any, hidden: Any) -> None:
     form, weight_form = FORMATS[dtype], FORMATS[weight_dtype]
     fields, weights = _Fields(builder, row, form.stored), _Fields(builder, row, weight_form.stored)
-    weight, normed, quantized = fields.word(WEIGHT), fields.word(NORMED), fields.word(QUANTIZED)
+    weight, normed, quantized = fields.word(layout.WEIGHT), fields.word(layout.NORMED), fields.word(layout.QUANTIZED)
     none = number(0)
     keep_normed = builder.icmp_unsigned("!=", normed, none)
     do_quantize = builder.icmp_unsigned("!=", quantized, none)
-    dynamic = builder.icmp_unsigned("!=", fields.word(DYNAMIC), none)
+    dynamic = builder.icmp_unsigned("!=", fields.word(layout.DYNAMIC), none)
 
     wide = vector(F32, LANES)
     total = reduce_lanes(builder, load_at(builder, wide, fields.squares(none)), builder.fadd)
@@ -200,7 +179,7 @@ def _norm(builder: Any, dtype: str, weight_dtype: str, kind: str, row: Any, valu
     else:
         spread, centred = _centre(builder, form, fields, values, hidden, mean)
     root = builder.module.declare_intrinsic("llvm.sqrt", [F32])
-    root = builder.call(root, [builder.fadd(spread, fields.float32(EPS))])
+    root = builder.call(root, [builder.fadd(spread, fields.float32(layout.EPS))])
     one = ir.Constant(F32, 1.0)
     factor = builder.fdiv(one, root)
 
@@ -209,7 +188,7 @@ def _norm(builder: Any, dtype: str, weight_dtype: str, kind: str, row: Any, valu
         value = builder.fmul(value, broadcast_lanes(builder, factor, lanes))
         value = builder.fmul(value, weight_form.widen(builder, weights.read(weight, index, lanes), lanes))
         if kind == LAYER_WITH_BIAS:
-            bias = weight_form.widen(builder, weights.read(fields.word(BIAS), index, lanes), lanes)
+            bias = weight_form.widen(builder, weights.read(fields.word(layout.BIAS), index, lanes), lanes)
             value = builder.fadd(value, bias)
         return form.narrow(builder, value, lanes)
 
@@ -236,14 +215,14 @@ def _norm(builder: Any, dtype: str, weight_dtype: str, kind: str, row: Any, valu
             scale = builder.fdiv(builder.bitcast(bits, F32), ir.Constant(F32, FP8_LARGEST))
             smallest = ir.Constant(F32, _SMALLEST_SCALE)
             scale = builder.select(builder.fcmp_ordered("<", scale, smallest), smallest, scale)
-            store_at(builder, scale, fields.word(SCALE))
+            store_at(builder, scale, fields.word(layout.SCALE))
             inverse = builder.fdiv(one, scale)
             # The norm is recomputed from cache, so its bits do not depend on whether it is stored.
             for_each_vector(builder, hidden, lambda i, lanes: quantize(normed_at(i, lanes), i, lanes, inverse))
         with no_own_scale:
             given_inverse = cgutils.alloca_once_value(builder, one)
             with builder.if_then(do_quantize):
-                builder.store(builder.fdiv(one, load_at(builder, F32, fields.word(SCALE))), given_inverse)
+                builder.store(builder.fdiv(one, load_at(builder, F32, fields.word(layout.SCALE))), given_inverse)
 
             def write(index: Any, lanes: int) -> None:
                 result = keep(index, lanes)
@@ -255,10 +234,8 @@ def _norm(builder: Any, dtype: str, weight_dtype: str, kind: str, row: Any, valu
 
 @functools.cache
 def adding(form: str, kind: str) -> Arithmetic:
-    """Return the arithmetic ``(row, sources, world_size, count)`` that sums the next ``count`` elements of a row and
-    adds the residual.
-
-    The squares of the results (for a LayerNorm, the results themselves) are added to the partial sums of the row.
+    """Return the arithmetic ``(row, sources, world_size, count)`` that sums the next ``count`` elements of a row, adds
+    the residual, and adds the squares (for a LayerNorm, the results themselves) to the partial sums of the row.
     """
 
     def add(row: int, sources: int, world_size: int, count: int) -> None:
@@ -270,9 +247,8 @@ def adding(form: str, kind: str) -> Arithmetic:
 
 @functools.cache
 def norming(form: str, weight: str, kind: str) -> Arithmetic:
-    """Return the arithmetic ``(row, values, hidden, 0)`` that normalizes a row after :func:`adding`.
-
-    ``values`` is the row's new residual.
+    """Return the arithmetic ``(row, values, hidden, 0)`` that normalizes a row, given its new residual, after
+    :func:`adding`.
     """
 
     def norm(row: int, values: int, hidden: int, _unused: int) -> None:
@@ -292,10 +268,10 @@ def arithmetic_of(dtype: str, norm: Norm) -> tuple[Arithmetic, Arithmetic]:
 @njit(error_model="numpy")
 def begin_rows(context: int) -> None:
     """Reset the row record before the first row of a call: a stopped call may have left values in it."""
-    row = context + ROW
-    store(row + COLUMN, 0)
-    for pair in range(SQUARES_LANES // 2):
-        store(row + SQUARES + 8 * pair, 0)
+    row = context + layout.ROW
+    store(row + layout.COLUMN, 0)
+    for pair in range(layout.SQUARES_LANES // 2):
+        store(row + layout.SQUARES + 8 * pair, 0)
 
 
 @njit(error_model="numpy")
@@ -304,25 +280,27 @@ def add_and_norm(context: int, plan: int, start: int, world_size: int, count: in
 
     ``start`` is START_AT_ZERO or START_AT_MINUS_ZERO. The elements may end anywhere in a row; the sources are advanced.
     """
-    row, hidden, itemsize = context + ROW, load(plan + HIDDEN), load(plan + ITEMSIZE)
-    store(row + START, start)
+    row, hidden, itemsize = context + layout.ROW, load(plan + layout.HIDDEN), load(plan + layout.ITEMSIZE)
+    store(row + layout.START, start)
     while count > 0:
-        column = load(row + COLUMN)
+        column = load(row + layout.COLUMN)
         length = min(count, hidden - column)
         nbytes = length * itemsize
-        call_arithmetic(load(plan + ADD), row, context + SOURCES, world_size, length)
+        call_arithmetic(load(plan + layout.ADD), row, context + layout.SOURCES, world_size, length)
         for rank in range(world_size):
-            store(context + SOURCES + 8 * rank, load(context + SOURCES + 8 * rank) + nbytes)
-        store(row + RESIDUAL, load(row + RESIDUAL) + nbytes)
-        store(row + NEW_RESIDUAL, load(row + NEW_RESIDUAL) + nbytes)
+            store(context + layout.SOURCES + 8 * rank, load(context + layout.SOURCES + 8 * rank) + nbytes)
+        store(row + layout.RESIDUAL, load(row + layout.RESIDUAL) + nbytes)
+        store(row + layout.NEW_RESIDUAL, load(row + layout.NEW_RESIDUAL) + nbytes)
         count -= length
         column += length
         if column == hidden:
-            call_arithmetic(load(plan + NORM), row, load(row + NEW_RESIDUAL) - hidden * itemsize, hidden, 0)
-            if load(row + NORMED) != 0:
-                store(row + NORMED, load(row + NORMED) + hidden * itemsize)
-            if load(row + QUANTIZED) != 0:
-                store(row + QUANTIZED, load(row + QUANTIZED) + hidden)
-            store(row + SCALE, load(row + SCALE) + 4 * load(row + DYNAMIC))
+            call_arithmetic(
+                load(plan + layout.NORM), row, load(row + layout.NEW_RESIDUAL) - hidden * itemsize, hidden, 0
+            )
+            if load(row + layout.NORMED) != 0:
+                store(row + layout.NORMED, load(row + layout.NORMED) + hidden * itemsize)
+            if load(row + layout.QUANTIZED) != 0:
+                store(row + layout.QUANTIZED, load(row + layout.QUANTIZED) + hidden)
+            store(row + layout.SCALE, load(row + layout.SCALE) + 4 * load(row + layout.DYNAMIC))
             column = 0
-        store(row + COLUMN, column)
+        store(row + layout.COLUMN, column)

@@ -1,9 +1,7 @@
 """Imports for the server that ranks are forked from, so that every rank starts with the modules it needs.
 
-numba reads its function implementations when it first compiles or loads a function, which takes half a second per rank.
-
-This module is imported last. Everything loaded by then is excluded from garbage collection, which would copy its pages
-for each rank.
+It is imported last. Everything loaded by then is excluded from garbage collection, which would copy its pages for each
+rank.
 """
 
 from __future__ import annotations

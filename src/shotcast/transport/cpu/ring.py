@@ -1,8 +1,7 @@
 """Ring algorithms: partial sums travel from rank to rank, so every rank exchanges data only with its two neighbors.
 
 All-reduce takes 2N - 2 steps on slices of 1/N of the message. Slice j starts at rank j + 1, is complete at rank j after
-N - 1 hops, and goes around once more. Every rank moves 2 (N - 1) / N of the message, which is the minimum; MultiShot
-reduces the number of steps. Reduce-scatter and all-gather are the two halves of the all-reduce.
+N - 1 hops, and goes around once more. Reduce-scatter and all-gather are the two halves of the all-reduce.
 
 Sums are rounded to the dtype at every hop: round(... round(round(0 + x_{j+1}) + x_{j+2}) ... + x_j).
 """
@@ -51,9 +50,9 @@ def _pass_slices(
 ) -> int:
     """Pass all slices around the ring, one piece of each slice after the other.
 
-    A slice is complete at hop N - 1. Before that, ranks add to it; after it, they copy it to ``out``. Slices begin
-    ``pitch`` bytes apart, or with ``pitch`` 0 as the plan's OFFSETS and EXTENTS say. If the first hop is N - 1, ``x``
-    is only this rank's slice; likewise ``out`` if the last hop is N - 1.
+    Ranks add to a slice until it is complete at hop N - 1, and then copy it to ``out``. Slices begin ``pitch`` bytes
+    apart, or with ``pitch`` 0 as the plan's OFFSETS and EXTENTS say. If the first hop is N - 1, ``x`` is only this
+    rank's slice; likewise ``out`` if the last hop is N - 1.
     """
     word, rank, world_size, step = begin(context, plan)
     if word == 0:

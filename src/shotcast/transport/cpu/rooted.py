@@ -1,8 +1,7 @@
 """Collectives with a root: reduce, gather and scatter.
 
-Data moves only to or from the root; the other ranks publish what it reads, or read what it publishes. All ranks take
-the same steps, and each step waits for all ranks. Ranks therefore see each other's headers, and a generation is
-overwritten only after every rank has read it.
+Data moves only to or from the root. Each step waits for all ranks, which therefore see each other's headers, and a
+generation is overwritten only after every rank has read it.
 """
 
 from __future__ import annotations

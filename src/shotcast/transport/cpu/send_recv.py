@@ -1,8 +1,8 @@
 """Send and receive through an outbox of ``OUTBOX_SLOTS`` chunks for each ordered pair of ranks.
 
 The sender fills slots of its outbox and counts them in ``sent``. The receiver copies them out and counts them in
-``received``, which is the sender's credit: the sender is never more than OUTBOX_SLOTS chunks ahead. Nothing else is
-touched, so other ranks and collectives are not affected. A send returns once its last chunk is in the outbox.
+``received``, which is the sender's credit. Other ranks and collectives are not affected. A send returns once its last
+chunk is in the outbox.
 """
 
 from __future__ import annotations
@@ -10,56 +10,41 @@ from __future__ import annotations
 from shotcast.device.cpu.atomics import copy, load, load_acquire, store, store_release
 from shotcast.device.cpu.compilation import CompiledSchedule
 from shotcast.device.cpu.lazy_numba import njit
+from shotcast.transport.cpu import layout
 from shotcast.transport.cpu.host_call import HostCall
-from shotcast.transport.cpu.layout import (
-    ABORT,
-    CONTROL_BYTES,
-    DEADLINE,
-    GENERATION,
-    HEADER,
-    LINE,
-    NBYTES,
-    OUTBOX_CHUNK,
-    OUTBOX_HEADER_BYTES,
-    OUTBOX_SLOTS,
-    RANK,
-    RECEIVED,
-    ROOT,
-    SENT,
-)
 from shotcast.transport.cpu.waiting import ABORTED, DONE, MISMATCHED, region, wait
 
 
 @njit(error_model="numpy")
 def outbox_offset(context: int, receiver: int, piece_number: int) -> int:
     """Compute the offset, in the sender's region, of the slot of a piece for a receiver."""
-    slot_bytes = OUTBOX_HEADER_BYTES + load(context + OUTBOX_CHUNK)
-    slot = receiver * OUTBOX_SLOTS + piece_number % OUTBOX_SLOTS
-    return CONTROL_BYTES + 2 * load(context + GENERATION) + slot * slot_bytes
+    slot_bytes = layout.OUTBOX_HEADER_BYTES + load(context + layout.OUTBOX_CHUNK)
+    slot = receiver * layout.OUTBOX_SLOTS + piece_number % layout.OUTBOX_SLOTS
+    return layout.CONTROL_BYTES + 2 * load(context + layout.GENERATION) + slot * slot_bytes
 
 
 def send(context: int, plan: int, x: int, out: int) -> int:
     """Send nbytes at x to the plan's root; ``out`` is unused."""
-    rank, peer = load(context + RANK), load(plan + ROOT)
+    rank, peer = load(context + layout.RANK), load(plan + layout.ROOT)
     own = region(context, rank)
-    if load_acquire(own + ABORT) != 0:
+    if load_acquire(own + layout.ABORT) != 0:
         return ABORTED
-    store(context + DEADLINE, 0)
-    nbytes, chunk = load(plan + NBYTES), load(context + OUTBOX_CHUNK)
-    sent = load(own + SENT + LINE * peer)
-    received = region(context, peer) + RECEIVED + LINE * rank
+    store(context + layout.DEADLINE, 0)
+    nbytes, chunk = load(plan + layout.NBYTES), load(context + layout.OUTBOX_CHUNK)
+    sent = load(own + layout.SENT + layout.LINE * peer)
+    received = region(context, peer) + layout.RECEIVED + layout.LINE * rank
     done = 0
     while True:
-        status = wait(context, peer, False, received, sent - OUTBOX_SLOTS + 1)
+        status = wait(context, peer, False, received, sent - layout.OUTBOX_SLOTS + 1)
         if status != DONE:
             return status
         size = min(chunk, nbytes - done)
         slot = own + outbox_offset(context, peer, sent)
-        store(slot, load(plan + HEADER))
-        store(slot + 8, load(plan + HEADER + 8))
-        copy(slot + OUTBOX_HEADER_BYTES, x + done, size)
+        store(slot, load(plan + layout.HEADER))
+        store(slot + 8, load(plan + layout.HEADER + 8))
+        copy(slot + layout.OUTBOX_HEADER_BYTES, x + done, size)
         sent += 1
-        store_release(own + SENT + LINE * peer, sent)
+        store_release(own + layout.SENT + layout.LINE * peer, sent)
         done += size
         if done >= nbytes:
             return DONE
@@ -70,14 +55,14 @@ def recv(context: int, plan: int, x: int, out: int) -> int:
 
     Returns MISMATCHED if another message is next.
     """
-    rank, peer = load(context + RANK), load(plan + ROOT)
+    rank, peer = load(context + layout.RANK), load(plan + layout.ROOT)
     own = region(context, rank)
-    if load_acquire(own + ABORT) != 0:
+    if load_acquire(own + layout.ABORT) != 0:
         return ABORTED
-    store(context + DEADLINE, 0)
-    nbytes, chunk = load(plan + NBYTES), load(context + OUTBOX_CHUNK)
-    sent = region(context, peer) + SENT + LINE * rank
-    received = load(own + RECEIVED + LINE * peer)
+    store(context + layout.DEADLINE, 0)
+    nbytes, chunk = load(plan + layout.NBYTES), load(context + layout.OUTBOX_CHUNK)
+    sent = region(context, peer) + layout.SENT + layout.LINE * rank
+    received = load(own + layout.RECEIVED + layout.LINE * peer)
     done = 0
     while True:
         status = wait(context, peer, False, sent, received + 1)
@@ -85,11 +70,11 @@ def recv(context: int, plan: int, x: int, out: int) -> int:
             return status
         size = min(chunk, nbytes - done)
         slot = region(context, peer) + outbox_offset(context, rank, received)
-        if load(slot) != load(plan + HEADER) or load(slot + 8) != load(plan + HEADER + 8):
+        if load(slot) != load(plan + layout.HEADER) or load(slot + 8) != load(plan + layout.HEADER + 8):
             return MISMATCHED
-        copy(out + done, slot + OUTBOX_HEADER_BYTES, size)
+        copy(out + done, slot + layout.OUTBOX_HEADER_BYTES, size)
         received += 1
-        store_release(own + RECEIVED + LINE * peer, received)
+        store_release(own + layout.RECEIVED + layout.LINE * peer, received)
         done += size
         if done >= nbytes:
             return DONE

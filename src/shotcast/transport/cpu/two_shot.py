@@ -1,8 +1,7 @@
 """Two-shot (MultiShot) all-reduce: reduce-scatter, then all-gather, in two steps for any number of ranks.
 
 To reduce its slice, each rank reads N - 1 slices of 1/N of the message, and then N - 1 reduced slices. That is 2 (N -
-1) / N of the message, as in a ring, but with 2 synchronizations instead of 2N - 2. The result is written once and read
-by all: a store to a shared page is the multicast of step two.
+1) / N of the message, as in a ring, but with 2 synchronizations instead of 2N - 2.
 
 Sums are accumulated in rank order in float32 and rounded once, so they match one-shot bit for bit.
 

@@ -1,8 +1,7 @@
 """An all_to_all with parts of any size, known only to the sender and receiver of each part.
 
-In the first step each rank publishes the sizes of the parts that it sends, and a first chunk of each. Every rank thus
-learns the longest part of all, which determines the number of steps, and compares the sizes that its peers send with
-the sizes that it expects.
+In the first step each rank publishes the sizes of the parts that it sends, and a first chunk of each. The longest part
+of all determines the number of steps. A rank compares the sizes that its peers send with the sizes that it expects.
 """
 
 from __future__ import annotations

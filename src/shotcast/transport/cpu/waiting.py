@@ -1,13 +1,11 @@
 """Synchronization between ranks: how they wait for each other, and the events that end a wait.
 
-Steps. A call consists of the same number of steps on every rank. In step ``t`` a rank writes its staging generation ``t
-% 2``. It then releases ``progress = t + 1``, which makes two promises: its writes of step t are visible, and it has
-read everything it needs from earlier steps. A rank may therefore write step t once every reader of its step t - 2 shows
-progress >= t. A call ends only when this holds for the next step.
+A call consists of the same number of steps on every rank. In step ``t`` a rank writes its staging generation ``t % 2``
+and releases ``progress = t + 1``. ``docs/reference/protocols.md`` ("CPU ranks: publish and pull") says what that
+promises. A call ends only when the promise holds for the next step.
 
-Headers. A call begins with the header of its epoch, and no rank finishes before it has seen an equal one from every
-peer. No rank is therefore ever more than one call ahead, two headers suffice, and any difference between calls is
-detected.
+A call begins with the header of its epoch, and no rank finishes before it has seen an equal one from every peer. No
+rank is therefore ever more than one call ahead, and two headers suffice.
 """
 
 from __future__ import annotations
@@ -23,26 +21,7 @@ from shotcast.device.cpu.atomics import (
     store_release,
 )
 from shotcast.device.cpu.lazy_numba import njit
-from shotcast.transport.cpu.layout import (
-    ABORT,
-    DEADLINE,
-    EPOCH,
-    GONE,
-    HEADER,
-    HEADER_WORD,
-    HEADERS,
-    HEARTBEAT,
-    INTERRUPT_NS,
-    PROGRESS,
-    RANK,
-    REGIONS,
-    SPINS,
-    STEP,
-    TIMEOUT,
-    WAITS_FOR,
-    WORLD,
-    YIELD_NS,
-)
+from shotcast.transport.cpu import layout
 
 DONE, TIMED_OUT, MISMATCHED, ABORTED, PEER_GONE, INTERRUPTED = 0, 1, 2, 3, 4, 5
 """The statuses that a schedule returns."""
@@ -53,7 +32,7 @@ PARTS_DIFFER = 6
 @njit(error_model="numpy")
 def region(context: int, rank: int) -> int:
     """Return the address of the shared region of rank ``rank``."""
-    return load(context + REGIONS + 8 * rank)
+    return load(context + layout.REGIONS + 8 * rank)
 
 
 @njit(error_model="numpy")
@@ -62,15 +41,15 @@ def _hopeless(context: int, peer: int, collective: bool) -> bool:
 
     This is so if it is ``peer``, whose word this rank waits for, or if it has not begun this collective.
     """
-    gone = load_acquire(context + GONE)
+    gone = load_acquire(context + layout.GONE)
     if gone == 0:
         return False
     if gone >> peer & 1:
         return True
-    epoch = load(context + EPOCH)
+    epoch = load(context + layout.EPOCH)
     if collective:
-        for rank in range(load(context + WORLD)):
-            header = load_acquire(region(context, rank) + HEADERS + 16 * (epoch & 1))
+        for rank in range(load(context + layout.WORLD)):
+            header = load_acquire(region(context, rank) + layout.HEADERS + 16 * (epoch & 1))
             if gone >> rank & 1 and (header == 0 or (header ^ epoch << 48) >> 48 != 0):
                 return True
     return False
@@ -81,13 +60,13 @@ def _wait_long(context: int, peer: int, collective: bool, address: int, target: 
     # The deadline starts with the first long wait, so calls without one never read the clock.
     """Wait like :func:`wait`, with a deadline, and let other threads run meanwhile."""
     begun = monotonic_ns()
-    if load(context + DEADLINE) == 0:
-        store(context + DEADLINE, begun + load(context + TIMEOUT))
-    deadline = load(context + DEADLINE)
-    own = region(context, load(context + RANK))
-    abort = own + ABORT
+    if load(context + layout.DEADLINE) == 0:
+        store(context + layout.DEADLINE, begun + load(context + layout.TIMEOUT))
+    deadline = load(context + layout.DEADLINE)
+    own = region(context, load(context + layout.RANK))
+    abort = own + layout.ABORT
     looked = begun
-    store(own + WAITS_FOR, 0 if collective else peer + 1)
+    store(own + layout.WAITS_FOR, 0 if collective else peer + 1)
     while True:
         hopeless = _hopeless(context, peer, collective)  # before the word, which may be the rank's last
         if load_acquire(address) - target >= 0:
@@ -97,16 +76,16 @@ def _wait_long(context: int, peer: int, collective: bool, address: int, target: 
         if hopeless:
             return PEER_GONE
         now = monotonic_ns()
-        store_release(own + HEARTBEAT, now)
+        store_release(own + layout.HEARTBEAT, now)
         if now > deadline:
             return TIMED_OUT
-        if now - looked > INTERRUPT_NS:
+        if now - looked > layout.INTERRUPT_NS:
             looked = now
             if interrupted():
                 return INTERRUPTED
         waited = now - begun
         # Let other threads run. After a while sleep for about 3% of the time waited so far.
-        sleep_ns(0 if waited < YIELD_NS else min(waited >> 5, 1_000_000))
+        sleep_ns(0 if waited < layout.YIELD_NS else min(waited >> 5, 1_000_000))
 
 
 @njit(error_model="numpy")
@@ -115,7 +94,7 @@ def wait(context: int, peer: int, collective: bool, address: int, target: int) -
 
     Returns DONE, or the reason why it will not get there. ``collective`` says that the call needs all ranks.
     """
-    for _ in range(load(context + SPINS)):
+    for _ in range(load(context + layout.SPINS)):
         if load_acquire(address) - target >= 0:
             return DONE
         pause()
@@ -125,7 +104,7 @@ def wait(context: int, peer: int, collective: bool, address: int, target: int) -
 @njit(error_model="numpy")
 def is_stopped(context: int) -> bool:
     """Check whether a known fault has stopped the communicator."""
-    return load_acquire(region(context, load(context + RANK)) + ABORT) != 0
+    return load_acquire(region(context, load(context + layout.RANK)) + layout.ABORT) != 0
 
 
 @njit(error_model="numpy")
@@ -135,25 +114,25 @@ def begin(context: int, plan: int) -> tuple[int, int, int, int]:
     Returns the second word of the header, or 0 if the communicator is stopped; the rank; the number of ranks; and the
     first step.
     """
-    rank, world_size, step = load(context + RANK), load(context + WORLD), load(context + STEP)
+    rank, world_size, step = load(context + layout.RANK), load(context + layout.WORLD), load(context + layout.STEP)
     own = region(context, rank)
     if is_stopped(context):
         return 0, rank, world_size, step
-    epoch = load(context + EPOCH) + 1
-    store(context + EPOCH, epoch)
-    store(context + DEADLINE, 0)
-    first_word = (epoch << 48) | load(plan + HEADER)
-    second_word = (epoch << 48) | load(plan + HEADER + 8)
-    store(context + HEADER_WORD, first_word)
-    store_release(own + HEADERS + 16 * (epoch & 1), first_word)
-    store_release(own + HEADERS + 16 * (epoch & 1) + 8, second_word)
+    epoch = load(context + layout.EPOCH) + 1
+    store(context + layout.EPOCH, epoch)
+    store(context + layout.DEADLINE, 0)
+    first_word = (epoch << 48) | load(plan + layout.HEADER)
+    second_word = (epoch << 48) | load(plan + layout.HEADER + 8)
+    store(context + layout.HEADER_WORD, first_word)
+    store_release(own + layout.HEADERS + 16 * (epoch & 1), first_word)
+    store_release(own + layout.HEADERS + 16 * (epoch & 1) + 8, second_word)
     return second_word, rank, world_size, step
 
 
 @njit(error_model="numpy")
 def publish(context: int, step: int) -> int:
     """Publish the writes of step ``step``, and return the next step."""
-    store_release(region(context, load(context + RANK)) + PROGRESS, step + 1)
+    store_release(region(context, load(context + layout.RANK)) + layout.PROGRESS, step + 1)
     return step + 1
 
 
@@ -161,10 +140,10 @@ def publish(context: int, step: int) -> int:
 def await_peer(context: int, peer: int, step: int, word: int) -> int:
     """Wait until ``peer`` has published the steps below ``step``. Returns MISMATCHED for another call."""
     control = region(context, peer)
-    status = wait(context, peer, True, control + PROGRESS, step)
+    status = wait(context, peer, True, control + layout.PROGRESS, step)
     if status == DONE:
-        header = control + HEADERS + 16 * (load(context + EPOCH) & 1)
-        if load_acquire(header) != load(context + HEADER_WORD) or load_acquire(header + 8) != word:
+        header = control + layout.HEADERS + 16 * (load(context + layout.EPOCH) & 1)
+        if load_acquire(header) != load(context + layout.HEADER_WORD) or load_acquire(header + 8) != word:
             return MISMATCHED
     return status
 
@@ -172,7 +151,7 @@ def await_peer(context: int, peer: int, step: int, word: int) -> int:
 @njit(error_model="numpy")
 def await_all(context: int, step: int, word: int) -> int:
     """Wait for every peer like :func:`await_peer`."""
-    rank, world_size = load(context + RANK), load(context + WORLD)
+    rank, world_size = load(context + layout.RANK), load(context + layout.WORLD)
     for distance in range(1, world_size):
         peer = rank + distance
         if peer >= world_size:
@@ -186,7 +165,7 @@ def await_all(context: int, step: int, word: int) -> int:
 @njit(error_model="numpy")
 def finish(context: int, step: int) -> int:
     """End a call that was published up to ``step``."""
-    store(context + STEP, step)
+    store(context + layout.STEP, step)
     return DONE
 
 

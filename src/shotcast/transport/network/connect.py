@@ -53,11 +53,10 @@ class Connections(NamedTuple):
 
 
 def connect(host: StoreGroup, layout: NodeLayout, timeout_s: float) -> Connections:
-    """Connect this rank to its peers. Collective.
+    """Connect this rank to its peers within ``timeout_s``. Collective.
 
-    If no interface is named, the route to the rendezvous address determines this host's address. Raises ConfigError on
-    all ranks if two of them did not connect, naming the ranks, their addresses and the reason. Raises CollectiveTimeout
-    if a rank did not arrive. ``timeout_s`` limits the whole operation.
+    Raises ConfigError on all ranks if two of them did not connect, naming the ranks, their addresses and the reason;
+    CollectiveTimeout if a rank did not arrive.
     """
     deadline = time.monotonic() + timeout_s
     failure, listener = "", None
@@ -156,8 +155,7 @@ class Hellos:
         return _ready(one)
 
     def accept(self, one: socket.socket, expected: Callable[[int, str], bool]) -> tuple[int, str] | None:
-        """Identify the rank that has connected, and its purpose; close the connection and return None if it is a
-        stranger.
+        """Identify the rank that has connected, and its purpose; for a stranger, close the connection and return None.
 
         ``expected(rank, purpose)`` says whether such a connection is wanted.
         """
@@ -176,11 +174,10 @@ class Hellos:
 
 
 def make_room(one: socket.socket) -> None:
-    """Enlarge the receive buffer so that a whole slice can arrive at once.
+    """Enlarge the receive buffer so that a whole slice can arrive at once, instead of 64 KB in a first round trip.
 
-    Call it before the socket connects, or on a listener before the connections that inherit the setting arrive. A
-    receiver begins with room for 64 KB, and the rest of a longer message waits for another round trip. If the host
-    allows little (``net.core.rmem_max``), the size is left to the kernel, whose buffers grow over time.
+    Call it before the socket connects, or on a listener before the connections that inherit the setting arrive. If the
+    host allows little (``net.core.rmem_max``), the size is left to the kernel, whose buffers grow over time.
     """
     with contextlib.suppress(OSError, ValueError):
         allowed = int(Path("/proc/sys/net/core/rmem_max").read_text())

@@ -1,8 +1,7 @@
 """The control plane: messages between ranks on different nodes other than the data of calls.
 
-A thread in each process serves one connection to each peer. It hears of faults, and notices immediately when a peer
-ends. It reports which ranks of its node have begun a call, even while this rank is busy computing, so a rank whose call
-has timed out can tell late ranks from ranks that are also waiting.
+A thread in each process serves one connection to each peer, even while this rank is busy computing. It hears of faults,
+notices immediately when a peer ends, and reports which ranks of its node have begun a call.
 """
 
 from __future__ import annotations
@@ -43,9 +42,8 @@ class ControlPlane:
         connections: a socket to the peer on each other node.
         answer: ``answer(epoch)`` returns the states of this node's ranks, in local rank order.
         faulted: ``faulted(word)`` is called if a peer reports a fault.
-        ended: ``ended(node)`` is called if the connection to a peer ends without a farewell, most likely because its
-            process ended.
-        left: ``left(node)`` is called if a peer says farewell.
+        ended: ``ended(node)`` is called if the connection to a peer ends without a farewell.
+        left: ``left(node)`` is called if a peer says farewell for good.
     """
 
     def __init__(
@@ -182,8 +180,7 @@ class ControlPlane:
     def part(self, for_good: bool = False) -> None:
         """Say farewell and stop listening; connections stay open until :meth:`close`. A second call does nothing.
 
-        If all peers part before any of them closes, none mistakes a closed connection for a dead process: late or
-        unread data turns the end of a connection into a reset, which overtakes the farewell.
+        If all peers part before any of them closes, none mistakes a closed connection for a dead process.
         """
         if self._parting:
             return

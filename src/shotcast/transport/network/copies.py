@@ -1,8 +1,8 @@
-"""All-gather and broadcast between nodes: one network step, and copies inside each node.
+"""All-gather and broadcast between nodes: one network step, and copies inside each node. Also calls without a result.
 
-A rank sends its part to its peers, and receives their parts at their final positions. Each rank of a node then has the
-parts of its local rank on all nodes, and the ranks of the node gather the rest from each other. Every rank always
-exchanges a frame with each of its peers, if only a header, so no rank finishes before all have begun.
+A rank sends its part to its peers, and receives their parts at their final positions. The ranks of a node gather the
+rest from each other. Every rank always exchanges a frame with each of its peers, if only a header, so no rank finishes
+before all have begun.
 """
 
 from __future__ import annotations
@@ -118,6 +118,44 @@ def broadcast(context: int, plan: int, x: int, out: int) -> int:
     return finish(context, step)
 
 
+def barrier(context: int, plan: int, x: int, out: int) -> int:
+    """Wait until every rank has begun this call. ``x`` and ``out`` are unused.
+
+    A rank tells its peers after it has seen all ranks of its node, so a rank that hears from all nodes knows about all
+    ranks.
+    """
+    word, _, _, step = begin(context, plan)
+    status = meet(context, step, word) if word != 0 else ABORTED
+    if status != DONE:
+        return status
+    network = load(context + NETWORK)
+    nodes, node = load(network + NODES), load(network + NODE)
+    begin_transfer(network)
+    for distance in range(1, nodes):
+        add_send(context, network, word, (node + distance) % nodes, 0, 0, 0)
+    for distance in range(1, nodes):
+        add_receipt(context, network, word, (node + distance) % nodes, 0, 0, 0)
+    return transfer(context, network)
+
+
+def swap(context: int, plan: int, x: int, out: int) -> int:
+    """Send nbytes at x to the peer on the neighboring node, node xor 1, and receive as many from it into out.
+
+    This has the cost of one step of recursive doubling. If there is no such node, nothing is sent.
+    """
+    word, _, _, step = begin(context, plan)
+    status = meet(context, step, word) if word != 0 else ABORTED
+    if status != DONE:
+        return status
+    network, nbytes = load(context + NETWORK), load(plan + NBYTES)
+    other = load(network + NODE) ^ 1
+    begin_transfer(network)
+    if other < load(network + NODES):
+        add_send(context, network, word, other, x, nbytes, 0)
+        add_receipt(context, network, word, other, out, nbytes, 0)
+    return transfer(context, network)
+
+
 def chunk_limits(plan: CallPlan, world_size: int, capacity: int) -> ChunkLimits:
     """Compute the limits of a step that stages one part."""
     return ChunkLimits(capacity, 512 << 10)
@@ -125,3 +163,5 @@ def chunk_limits(plan: CallPlan, world_size: int, capacity: int) -> ChunkLimits:
 
 ALL_GATHER = HostCall(schedule=CompiledSchedule(all_gather), chunk=chunk_limits)
 BROADCAST = HostCall(schedule=CompiledSchedule(broadcast), chunk=chunk_limits)
+BARRIER = HostCall(schedule=CompiledSchedule(barrier), header_only=True)
+SWAP = HostCall(schedule=CompiledSchedule(swap))

@@ -227,7 +227,7 @@ def send_sums(root_node: int, context: int, plan: int, word: int, count: int) ->
     """Send this node's sum to all other nodes (only to ``root_node`` unless it is -1), and receive theirs.
 
     The addresses of all sums are then in POINTERS. Every rank exchanges a frame with each of its peers, if only a
-    header, so no rank finishes before all have begun.
+    header.
     """
     network = load(context + NETWORK)
     nodes, node, nbytes = load(network + NODES), load(network + NODE), load(plan + PARTIAL_BYTES) * count

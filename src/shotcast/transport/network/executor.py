@@ -13,27 +13,24 @@ import threading
 import time
 from array import array
 from contextlib import ExitStack
-from typing import NamedTuple
 
 import torch
 
 from shotcast import wire
 from shotcast.cost.collective import NetworkCost
 from shotcast.errors import ConfigError
-from shotcast.memory.operands import NormTensors
 from shotcast.memory.symmetric import raise_failures
 from shotcast.transport.cpu import layout as local_layout
-from shotcast.transport.cpu.executor import CpuBoundCall, CpuExecutor, fill_with_nan, parts_of
+from shotcast.transport.cpu.executor import CpuBoundCall, CpuExecutor, parts_of
 from shotcast.transport.cpu.host_call import HostCall
 from shotcast.transport.cpu.waiting import ABORTED, DONE, INTERRUPTED, MISMATCHED, PEER_GONE, TIMED_OUT
 from shotcast.transport.network import layout
-from shotcast.transport.network.arithmetic import partial_bytes
 from shotcast.transport.network.connect import connect
 from shotcast.transport.network.control import ControlPlane, RankState
+from shotcast.transport.network.copies import BARRIER, SWAP
 from shotcast.transport.network.layout import FRAME_HEADER_BYTES
-from shotcast.transport.network.meet import BARRIER, SWAP
 from shotcast.transport.network.messages import MessageConnections
-from shotcast.transport.network.sums import ALL_PAIRS
+from shotcast.transport.network.sums import ALL_PAIRS, partial_bytes
 from shotcast.transport.transport import Built, Network, Ranks
 from shotcast.units import align_up
 from shotcast.wire import CallPlan, HeaderWords, LaunchShape, Op
@@ -53,15 +50,6 @@ _PROBE_BYTES, _MOST_PROBE_BYTES = 4 << 20, 12 << 20
 """Bytes of such a call: to a single peer (each of several peers gets half), and the most to all peers together."""
 
 
-class NetworkSpeed(NamedTuple):
-    """The network between the nodes, as measured when they connected."""
-
-    step_us: float  # the time of a step in which each node swaps empty frames with one other node
-    gbps: float  # the rate at which each rank sends to one other node while all ranks do, in 1e9 bytes per second
-    spread_us: float  # the time of a step in which all nodes exchange frames with all other nodes
-    spread_gbps: float  # the rate at which each rank sends to all other nodes at once
-
-
 class Message(CpuBoundCall):
     """A send or recv between two nodes, with its compiled function and its record."""
 
@@ -72,33 +60,19 @@ class Message(CpuBoundCall):
         super().__init__(executor, plan, call)
         self._numbers = numbers
 
-    def run(
-        self,
-        x: torch.Tensor | None,
-        out: torch.Tensor | None,
-        norm: NormTensors | None = None,
-        sizes: tuple[int, ...] = (),
-    ) -> None:
-        """Send ``x``, or receive into ``out`` (``x`` without one); block until the message is done or has failed."""
-        if self._function is None:
-            self.load()
-        assert self._function is not None
-        plan, target = self.plan, x if out is None else out
-        address = 0 if target is None else target.data_ptr()
-        interruption: BaseException | None = None
-        try:
+    def load(self) -> None:
+        super().load()
+        transfer = self._function
+        assert transfer is not None
+
+        def connect_and_transfer(context: int, record: int, x: int, out: int) -> int:
             status = self._connect()
             if status == DONE:
-                status = self._function(self._executor.context_address, self._record_address, address, address)
-        except BaseException as error:  # a signal handler raised while this rank waited
-            status, interruption = INTERRUPTED, error
-        if status == DONE:
-            self._numbers[plan.root] += 1
-        else:
-            self._executor.fail(status, plan, self.header)
-            fill_with_nan(target if plan.op is Op.RECV else None)
-        if interruption is not None:
-            raise interruption
+                status = transfer(context, record, x, out)
+            self._numbers[self.plan.root] += status == DONE
+            return status
+
+        self._function = connect_and_transfer
 
     def _connect(self) -> int:
         """Write the connection and the number of the message to the record. Returns a status."""
@@ -174,7 +148,7 @@ class HostsExecutor(CpuExecutor):
         self._control = ControlPlane(made.control, self._states_of_node, *hears)
         self._links.callback(self._control.close)
 
-    def _measure(self) -> NetworkSpeed:
+    def _measure(self) -> NetworkCost:
         """Measure the network with a few exchanges between all nodes. Collective; the result is the same on all ranks.
 
         Raises ConfigError on all ranks if the exchanges fail.
@@ -222,7 +196,7 @@ class HostsExecutor(CpuExecutor):
 
         step_us, whole_us, spread_us, whole_spread_us = slowest
         rates = gbps(_PROBE_BYTES, step_us, whole_us), gbps((nodes - 1) * slice_bytes, spread_us, whole_spread_us)
-        return NetworkSpeed(step_us, rates[0], spread_us, rates[1])
+        return NetworkCost(step_us, rates[0], spread_us, rates[1])
 
     def _peer_ended(self, node: int) -> None:
         self._gone.add(self._peers[node])
@@ -231,15 +205,9 @@ class HostsExecutor(CpuExecutor):
     # -- calls ---------------------------------------------------------------------------------------------------
 
     def bind(self, plan: CallPlan) -> CpuBoundCall:
-        """Bind a plan to a call that can be repeated; see :meth:`CpuExecutor.bind`."""
         message = plan.op in (Op.SEND, Op.RECV)
-        if message and not (0 <= plan.root < self._nodes.world_size and plan.root != self._global_rank):
-            raise ConfigError(f"{plan.op.label}: rank {plan.root} is no peer of rank {self._global_rank}")
         within = message and plan.root in self._members
-        call: HostCall = self._algorithms.kernel(plan, super().kind if within else self.kind)
-        call.arithmetic(plan)
-        if call.norms:
-            self._check_rows(plan)
+        call = self._call_of(plan, super().kind if within else self.kind, self._nodes.world_size)
         if not message or within:
             return CpuBoundCall(self, plan, call)
         numbers = self._numbers[0 if plan.op is Op.SEND else 1]
@@ -287,7 +255,6 @@ class HostsExecutor(CpuExecutor):
     # -- faults --------------------------------------------------------------------------------------------------
 
     def fail(self, status: int, plan: CallPlan, header: HeaderWords) -> None:
-        """Tell all ranks on all nodes why a call on this rank failed."""
         if status == ABORTED:
             if (word := self.stopped_word.value) != 0:
                 self._control.tell(word)  # the rank that found the fault may have lost its connections
@@ -405,7 +372,6 @@ class HostsExecutor(CpuExecutor):
         return min(super().waiting(nbytes), _KERNEL_BYTES // (nbytes + FRAME_HEADER_BYTES))
 
     def headers(self, epoch: int) -> list[HeaderWords | None]:
-        """Collect each rank's header of call ``epoch``; None if it has not made that call or does not answer."""
         if self._network_headers is not None and self._network_headers[0] == epoch:
             return list(self._network_headers[1])
         states = self._states(epoch)
@@ -448,7 +414,6 @@ class HostsExecutor(CpuExecutor):
         self._connect()
 
     def close(self) -> None:
-        """Close the connections and free the memory. A second call does nothing."""
         self._links.close()
         super().close()
 
@@ -456,4 +421,4 @@ class HostsExecutor(CpuExecutor):
 def build(ranks: Ranks) -> Built:
     """Build the executor for CPU ranks on several nodes."""
     executor = HostsExecutor(ranks)
-    return Built(executor, network=Network("tcp", NetworkCost(*executor.network)))
+    return Built(executor, network=Network("tcp", executor.network))

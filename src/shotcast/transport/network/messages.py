@@ -1,8 +1,7 @@
 """Messages between two ranks on different nodes, on a dedicated one-way connection.
 
 The sender connects before its first message. A thread of the receiver accepts the connection, so a short message can be
-sent before its receiver asks for it, as it can inside a node. A message is one frame; its header holds its number on
-the connection.
+sent before its receiver asks for it, as inside a node. A message is one frame with its number on the connection.
 """
 
 from __future__ import annotations

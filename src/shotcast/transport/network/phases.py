@@ -1,30 +1,15 @@
 """The phases of an all-reduce inside a node: before the exchange between nodes, and after it.
 
 Rank l of each node owns slice l of the message. First it sums the node's contributions to its slice, in rank order and
-in float32, without rounding. Its peers on the other nodes own the same slice, and exchange it. The ranks of the node
-then gather the slices. During these phases nothing leaves the node, so the network latency is paid once for the whole
-message, regardless of its size.
+in float32, without rounding. Its peers on the other nodes exchange the same slice. The ranks of the node then gather
+the slices.
 """
 
 from __future__ import annotations
 
 from shotcast.device.cpu.atomics import call_arithmetic, copy, load, store
 from shotcast.device.cpu.lazy_numba import HostFunction, njit
-from shotcast.transport.cpu.layout import (
-    ADD_PARTIAL,
-    CHUNK,
-    ITEMSIZE,
-    NBYTES,
-    NETWORK,
-    PARTIAL,
-    PARTIAL_BYTES,
-    RANK,
-    ROUND,
-    SLOT,
-    SOURCES,
-    STEP,
-    WORLD,
-)
+from shotcast.transport.cpu import layout
 from shotcast.transport.cpu.staging import generation, set_sources, sizes, slice_size, wrap_rank
 from shotcast.transport.cpu.waiting import ABORTED, DONE, await_all, begin, finish, publish, region
 from shotcast.transport.network.layout import ACCUMULATOR, OPERANDS
@@ -33,39 +18,41 @@ from shotcast.transport.network.layout import ACCUMULATOR, OPERANDS
 @njit(error_model="numpy")
 def slice_start(context: int, plan: int) -> int:
     """Compute the offset in bytes of this rank's slice in the message."""
-    nbytes = load(plan + NBYTES)
-    return min(load(context + RANK) * slice_size(nbytes, load(context + WORLD)), nbytes)
+    nbytes = load(plan + layout.NBYTES)
+    return min(load(context + layout.RANK) * slice_size(nbytes, load(context + layout.WORLD)), nbytes)
 
 
 @njit(error_model="numpy")
 def slice_count(context: int, plan: int) -> int:
     """Count the elements in this rank's slice."""
-    nbytes = load(plan + NBYTES)
-    part = slice_size(nbytes, load(context + WORLD))
-    return (min((load(context + RANK) + 1) * part, nbytes) - slice_start(context, plan)) // load(plan + ITEMSIZE)
+    nbytes = load(plan + layout.NBYTES)
+    part = slice_size(nbytes, load(context + layout.WORLD))
+    return (min((load(context + layout.RANK) + 1) * part, nbytes) - slice_start(context, plan)) // load(
+        plan + layout.ITEMSIZE
+    )
 
 
 @njit(error_model="numpy")
 def first_slot(network: int, plan: int) -> int:
     """Compute the address of the first slot for a slice from another node."""
-    return load(network + ACCUMULATOR) + load(plan + SLOT)
+    return load(network + ACCUMULATOR) + load(plan + layout.SLOT)
 
 
 @njit(error_model="numpy")
 def reduce_in_node(context: int, plan: int, word: int, x: int) -> int:
     """Reduce the node's contributions to this rank's slice into the accumulator; sums are in float32."""
-    rank, world_size = load(context + RANK), load(context + WORLD)
-    accumulator = load(load(context + NETWORK) + ACCUMULATOR)
+    rank, world_size = load(context + layout.RANK), load(context + layout.WORLD)
+    accumulator = load(load(context + layout.NETWORK) + ACCUMULATOR)
     start, count = slice_start(context, plan), slice_count(context, plan)
-    function = load(plan + PARTIAL)
+    function = load(plan + layout.PARTIAL)
     if world_size == 1:
-        store(context + SOURCES, x)
-        call_arithmetic(function, accumulator, context + SOURCES, 1, count)
+        store(context + layout.SOURCES, x)
+        call_arithmetic(function, accumulator, context + layout.SOURCES, 1, count)
         return DONE
     nbytes, piece, itemsize = sizes(plan)
-    partial_bytes = load(plan + PARTIAL_BYTES)
+    partial_bytes = load(plan + layout.PARTIAL_BYTES)
     part = slice_size(nbytes, world_size)
-    own, step, offset = region(context, rank), load(context + STEP), 0
+    own, step, offset = region(context, rank), load(context + layout.STEP), 0
     while True:
         staging = generation(context, step)
         for distance in range(1, world_size):
@@ -80,7 +67,7 @@ def reduce_in_node(context: int, plan: int, word: int, x: int) -> int:
         size = max(0, min(piece, count * itemsize - offset))
         set_sources(context, staging + rank * piece, x + start + offset)
         target = accumulator + offset // itemsize * partial_bytes
-        call_arithmetic(function, target, context + SOURCES, world_size, size // itemsize)
+        call_arithmetic(function, target, context + layout.SOURCES, world_size, size // itemsize)
         offset += piece
         if offset >= part:
             return finish(context, step)
@@ -89,12 +76,12 @@ def reduce_in_node(context: int, plan: int, word: int, x: int) -> int:
 @njit(error_model="numpy")
 def gather(context: int, plan: int, word: int, own_slice: int, out: int, root: int) -> int:
     """Gather the slices of the node's ranks in ``out`` on ``root`` (-1 for all ranks); each rank has its own slice."""
-    rank, world_size = load(context + RANK), load(context + WORLD)
+    rank, world_size = load(context + layout.RANK), load(context + layout.WORLD)
     if world_size == 1:
         return DONE
-    nbytes, piece = load(plan + NBYTES), load(plan + CHUNK) * world_size
+    nbytes, piece = load(plan + layout.NBYTES), load(plan + layout.CHUNK) * world_size
     part = slice_size(nbytes, world_size)
-    step, offset = load(context + STEP), 0
+    step, offset = load(context + layout.STEP), 0
     while offset < part:
         staging = generation(context, step)
         low = min(rank * part + offset, nbytes)
@@ -135,7 +122,7 @@ def all_reduce_by(exchange: HostFunction, context: int, plan: int, x: int, out: 
 
 @njit(error_model="numpy")
 def _sum_up(context: int, function: int, target: int, first: int, second: int, terms: int, count: int) -> None:
-    network = load(context + NETWORK)
+    network = load(context + layout.NETWORK)
     store(network + OPERANDS, first)
     store(network + OPERANDS + 8, second)
     call_arithmetic(function, target, network + OPERANDS, terms, count)
@@ -144,16 +131,16 @@ def _sum_up(context: int, function: int, target: int, first: int, second: int, t
 @njit(error_model="numpy")
 def add(context: int, plan: int, target: int, first: int, second: int, count: int) -> None:
     """Store first + second at ``target``, which may be one of them; all are in the form that nodes exchange."""
-    _sum_up(context, load(plan + ADD_PARTIAL), target, first, second, 2, count)
+    _sum_up(context, load(plan + layout.ADD_PARTIAL), target, first, second, 2, count)
 
 
 @njit(error_model="numpy")
 def add_rounded(context: int, plan: int, out: int, first: int, second: int, count: int) -> None:
     """Store first + second, given in the form that nodes exchange, at ``out`` in the dtype of the call."""
-    _sum_up(context, load(plan + ROUND), out, first, second, 2, count)
+    _sum_up(context, load(plan + layout.ROUND), out, first, second, 2, count)
 
 
 @njit(error_model="numpy")
 def rounded(context: int, plan: int, out: int, source: int, count: int) -> None:
     """Store float32 values at ``out`` in the dtype of the call."""
-    _sum_up(context, load(plan + ROUND), out, source, 0, 1, count)
+    _sum_up(context, load(plan + layout.ROUND), out, source, 0, 1, count)

@@ -1,37 +1,26 @@
 """Sums over CPU ranks on several nodes: calls that use :mod:`.exchanges`, with or without residual add and norm.
 
-A reduce sends its slices only to the root's node. Its sums are in float32. Reductions whose order does not matter
-(integers and extrema) are computed in the dtype itself. Fused calls gather the sum in private memory and normalize it
-there in the same compiled call, so the results match separate sum and norm calls bit for bit.
+A reduce sends its slices only to the root's node. Reductions whose order does not matter (integers and extrema) are
+computed in the dtype itself, others in float32. Fused calls gather the sum in private memory and normalize it there in
+the same compiled call, so the results match separate sum and norm calls bit for bit.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from shotcast import wire
 from shotcast.device.cpu.atomics import call_arithmetic, load, store
 from shotcast.device.cpu.compilation import Arithmetic, CompiledSchedule
 from shotcast.device.cpu.lazy_numba import HostFunction, njit
+from shotcast.device.cpu.reductions import PARTIAL_SUMS, ROUNDED_SUMS, SUMS
 from shotcast.errors import UnsupportedError
-from shotcast.transport.cpu.host_call import HostCall, for_all_ranks, sums, sums_and_norms
-from shotcast.transport.cpu.layout import (
-    ARITHMETIC,
-    ITEMSIZE,
-    NBYTES,
-    NETWORK,
-    PARTIAL,
-    ROOT,
-    ROOT_NODE,
-    SLOT,
-    SOURCES,
-    TOTAL,
-    WORLD,
-)
+from shotcast.transport.cpu import layout
+from shotcast.transport.cpu.host_call import HostCall, check_sum, for_all_ranks, reductions, sums, sums_and_norms
 from shotcast.transport.cpu.norm import START_AT_MINUS_ZERO, add_and_norm, begin_rows
 from shotcast.transport.cpu.staging import slice_size
 from shotcast.transport.cpu.waiting import ABORTED, DONE, begin
 from shotcast.transport.network import exchanges
-from shotcast.transport.network.arithmetic import node_reductions, partial_sums
 from shotcast.transport.network.layout import ACCUMULATOR, NODE, NODES, POINTERS
 from shotcast.transport.network.phases import (
     all_reduce_by,
@@ -43,6 +32,31 @@ from shotcast.transport.network.phases import (
     slice_start,
 )
 from shotcast.wire import SIXTEEN_BITS, CallPlan, in_one_step
+
+
+def partial_sums(plan: CallPlan) -> dict[int, Arithmetic]:
+    """Look up the sums over nodes, by word of the plan record. Raises UnsupportedError if there are none."""
+    check_sum(plan, PARTIAL_SUMS)
+    return {
+        layout.PARTIAL: PARTIAL_SUMS[plan.dtype],
+        layout.ADD_PARTIAL: SUMS["float32"],
+        layout.ROUND: ROUNDED_SUMS[plan.dtype],
+    }
+
+
+def node_reductions(plan: CallPlan) -> dict[int, Arithmetic]:
+    """Look up the arithmetic of sums over nodes in float32, or of a reduction in the dtype itself. Raises
+    UnsupportedError for a dtype without that reduction.
+    """
+    if plan.reduction == "sum" and plan.dtype in PARTIAL_SUMS:
+        return partial_sums(plan)
+    (arithmetic,) = reductions(plan).values()
+    return dict.fromkeys((layout.PARTIAL, layout.ADD_PARTIAL, layout.ROUND), arithmetic)
+
+
+def partial_bytes(plan: CallPlan) -> int:
+    """Return the bytes of an element as nodes exchange it; sums of floats are in float32."""
+    return 4 if plan.reduction == "sum" and plan.dtype in PARTIAL_SUMS else wire.DTYPES[plan.dtype]
 
 
 def doubling(context: int, plan: int, x: int, out: int) -> int:
@@ -69,12 +83,12 @@ def reduce(context: int, plan: int, x: int, out: int) -> int:
     status = reduce_in_node(context, plan, word, x)
     if status != DONE:
         return status
-    network, count = load(context + NETWORK), slice_count(context, plan)
-    root, root_node = load(plan + ROOT), load(plan + ROOT_NODE)
+    network, count = load(context + layout.NETWORK), slice_count(context, plan)
+    root, root_node = load(plan + layout.ROOT), load(plan + layout.ROOT_NODE)
     status = exchanges.send_sums(root_node, context, plan, word, count)
     if status != DONE or load(network + NODE) != root_node:
         return status
-    result = first_slot(network, plan) + load(network + NODES) * load(plan + SLOT)
+    result = first_slot(network, plan) + load(network + NODES) * load(plan + layout.SLOT)
     if rank == root:
         result = out + slice_start(context, plan)
     exchanges.add_nodes(context, plan, result, count)
@@ -108,12 +122,12 @@ REDUCE = HostCall(
 @njit(error_model="numpy")
 def _norm_sums_of(exchange: HostFunction, context: int, plan: int, x: int) -> int:
     """Sum and normalize all rows on every rank. x: nbytes; the context's ROW says where the outputs are."""
-    total = load(load(context + NETWORK) + ACCUMULATOR) + load(plan + TOTAL)
+    total = load(load(context + layout.NETWORK) + ACCUMULATOR) + load(plan + layout.TOTAL)
     status = all_reduce_by(exchange, context, plan, x, total)
     if status == DONE:
         begin_rows(context)
-        store(context + SOURCES, total)
-        add_and_norm(context, plan, START_AT_MINUS_ZERO, 1, load(plan + NBYTES) // load(plan + ITEMSIZE))
+        store(context + layout.SOURCES, total)
+        add_and_norm(context, plan, START_AT_MINUS_ZERO, 1, load(plan + layout.NBYTES) // load(plan + layout.ITEMSIZE))
     return status
 
 
@@ -167,14 +181,14 @@ def _add_rounded_nodes(context: int, plan: int, result: int, wide: int, count: i
 
     ``wide`` is room for all of them in float32, which more than three nodes need.
     """
-    network = load(context + NETWORK)
+    network = load(context + layout.NETWORK)
     nodes, pointers = load(network + NODES), network + POINTERS
     if nodes <= _IN_ORDER:
-        call_arithmetic(load(plan + ARITHMETIC), result, pointers, nodes, count)
+        call_arithmetic(load(plan + layout.ARITHMETIC), result, pointers, nodes, count)
         return
     for node in range(nodes):
         widened = wide + 4 * count * node
-        call_arithmetic(load(plan + PARTIAL), widened, pointers + 8 * node, 1, count)
+        call_arithmetic(load(plan + layout.PARTIAL), widened, pointers + 8 * node, 1, count)
         store(pointers + 8 * node, widened)
     exchanges.add_nodes(context, plan, result, count)
 
@@ -185,17 +199,17 @@ def _exchange_rounded(context: int, plan: int, word: int, own: int, result: int,
 
     ``own`` holds the ``count`` elements of this node's sum.
     """
-    network, itemsize = load(context + NETWORK), load(plan + ITEMSIZE)
+    network, itemsize = load(context + layout.NETWORK), load(plan + layout.ITEMSIZE)
     nodes, node = load(network + NODES), load(network + NODE)
-    whole = _in_one_step(nodes, slice_size(load(plan + NBYTES), load(context + WORLD)))
+    whole = _in_one_step(nodes, slice_size(load(plan + layout.NBYTES), load(context + layout.WORLD)))
     part = count if whole else exchanges.part_of_each(count, nodes)
     stride = 0 if whole else part
     low, high = min(node * stride, count), min(node * stride + part, count)
-    arrived = first_slot(network, plan) + load(plan + SLOT)
+    arrived = first_slot(network, plan) + load(plan + layout.SLOT)
     status = exchanges.send_parts(context, word, own, arrived, itemsize, stride, part, count)
     if status != DONE:
         return status
-    wide = arrived + load(plan + SLOT) * _slots_of(nodes, whole)
+    wide = arrived + load(plan + layout.SLOT) * _slots_of(nodes, whole)
     _add_rounded_nodes(context, plan, result + itemsize * low, wide, high - low)
     return DONE if whole else exchanges.share_parts(context, word, result, itemsize, part, count)
 
@@ -205,7 +219,7 @@ def in_16_bits(context: int, plan: int, x: int, out: int) -> int:
     word, _, world_size, _ = begin(context, plan)
     if word == 0:
         return ABORTED
-    network, result = load(context + NETWORK), out + slice_start(context, plan)
+    network, result = load(context + layout.NETWORK), out + slice_start(context, plan)
     own, count = x, slice_count(context, plan)  # with one rank per node, a node's sum is the rank's x
     if world_size > 1:
         status = reduce_in_node(context, plan, word, x)
@@ -218,10 +232,7 @@ def in_16_bits(context: int, plan: int, x: int, out: int) -> int:
 
 
 def _rounded_sums(plan: CallPlan) -> dict[int, Arithmetic]:
-    """Look up the arithmetic of sums over nodes, and the addition of rounded sums.
-
-    Raises UnsupportedError for a dtype that does not have 16 bits.
-    """
+    """Look up the sums over nodes, and the addition of rounded sums. Raises UnsupportedError unless in 16 bits."""
     if plan.dtype not in SIXTEEN_BITS:
         raise UnsupportedError(f"{plan.algorithm} adds up {' and '.join(SIXTEEN_BITS)}, not {plan.dtype}")
     return partial_sums(plan) | sums(plan)

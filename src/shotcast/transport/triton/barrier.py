@@ -1,10 +1,9 @@
 """The header exchange of every call as a kernel: as a barrier, or as the gate of another call.
 
 A *gate* is one program of one warp that waits, in place of a call's whole grid, until every rank has reached the call.
-The grid is launched behind it. A waiting grid holds SMs that others need: a GEMM on another stream, a call of another
-communicator, a message of NCCL, and maybe what the late rank waits for. The calls of a communicator that is not
-*exclusive* are therefore launched behind a gate. A late rank then costs this GPU one warp, and the grid waits no longer
-than other ranks take to launch the same kernel.
+A waiting grid holds SMs that others need: a GEMM on another stream, a call of another communicator, a message of NCCL,
+and maybe what the late rank waits for. The calls of a communicator that is not *exclusive* are therefore launched
+behind a gate.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Binding of a call to the kernel that serves it, with all its arguments.
 
 Each kernel file has a function ``bind(plan, context)`` next to its kernel. It says which kernel runs a
-:class:`~shotcast.wire.CallPlan` on this rank, on which grid, and with which arguments. Most arguments are the same for
-all kernels; :meth:`KernelContext.launch` fills in by name those that the kernel has.
+:class:`~shotcast.wire.CallPlan` on this rank, on which grid, and with which arguments.
 """
 
 from __future__ import annotations
@@ -41,6 +40,7 @@ COMPILE_OPTIONS = {"enable_fp_fusion": False}
 
 _PLACES = tuple(one.name for one in dataclasses.fields(WorkspaceLayout))
 _PARTS = (Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.ALL_TO_ALL)
+_OF_PARTS = {"complex64": "float32", "complex128": "float64", "bool": "int1"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,3 +200,29 @@ class KernelContext:
         if plan.op in _PARTS and not plan.sizes:
             bits |= plan.nbytes // self.world_size
         return 16 if self.aligned and bits % 16 == 0 else min(item, 4)
+
+
+def dtype_of(dtype: str) -> tl.dtype:
+    """Return the dtype of the numbers that kernels reduce in tensors of ``dtype``."""
+    number: tl.dtype = getattr(tl, _OF_PARTS.get(dtype, dtype))
+    return number
+
+
+def reduction_of(dtype: str, reduction: str) -> int:
+    """Return the code of the reduction that kernels apply to these numbers."""
+    return wire.REDUCTIONS.index(wire.OF_BOOL.get(reduction, reduction) if dtype == "bool" else reduction)
+
+
+def reduction_arguments(plan: CallPlan, context: KernelContext) -> dict[str, Any]:
+    """Return the arguments DTYPE, REDUCTION and CELLS of a kernel, and its slots, which are flag cells with CELLS.
+
+    Floats of up to 32 bits go through sentinel slots. The words of other data can have any bits, so they go as flag
+    cells. Raises UnsupportedError for a reduction that native kernels do not have.
+    """
+    if plan.reduction not in wire.REDUCED.get(plan.dtype, ()):
+        raise UnsupportedError(f"kernels have no {plan.reduction} of {plan.dtype}")
+    cells = plan.dtype not in wire.REDUCIBLE
+    arguments = {"DTYPE": dtype_of(plan.dtype), "REDUCTION": reduction_of(plan.dtype, plan.reduction), "CELLS": cells}
+    if cells:
+        arguments |= {"slots_at": context.layout.cells_at, "slots_quads": context.layout.cells_quads}
+    return arguments

@@ -93,7 +93,7 @@ def _on_put_memory(ranks: Ranks, mates: Sequence[int]) -> Built:
 
 
 def _refuse_shared(gpus: Sequence[str]) -> None:
-    """Raise ConfigError if several ranks share one GPU, which NCCL would refuse too; ``gpus`` are UUIDs, by rank."""
+    """Raise ConfigError if several ranks share one of ``gpus``, UUIDs by rank, which NCCL would refuse too."""
     if env.share_gpus():
         return
     for gpu in gpus:

@@ -12,17 +12,8 @@ of an all_reduce, which take turns. Between two meetings of all ranks, in *phase
     adds up chunk p-2, which came in phase p-1, and copies the sums of chunk p-3 to out
     copies chunk p-1 to the others, and the sums of chunk p-2 once they are made
 
-or copies chunk p-2 to out if there are no sums. Both lines run at once, on two streams.
-
-- A kernel begins when the copies before it in its stream have ended, so a meeting shows that the copied data is there.
-- A rank has taken what came in phase p-1 before it reaches the meeting that ends phase p. So in phase p+1 others may
-  write there again.
-- A first meeting, before phase 1, says the same about the previous call, of this algorithm or another.
-
-A meeting is an exchange of headers, as in every call, with its own epoch; it is one program of one warp. Nothing stops
-the copies behind a meeting that failed, or that only the host of this rank ended. So the meeting first tells all ranks,
-and their last kernel replaces with NaN what they may have taken by then. CPU ranks of the interpreter do the same steps
-in turn.
+or copies chunk p-2 to out if there are no sums. Both lines run at once, on two streams; CPU ranks of the interpreter do
+the same steps in turn. ``docs/reference/protocols.md`` ("Copies between meetings") says why that is correct.
 """
 
 from __future__ import annotations
@@ -46,8 +37,7 @@ from shotcast.memory import driver
 from shotcast.memory.streams import SideLane
 from shotcast.transport.triton import few_sms, layout, sync
 from shotcast.transport.triton.barrier import GATE_REGISTERS
-from shotcast.transport.triton.binding import EnqueuedCall, KernelContext, TileShape
-from shotcast.transport.triton.reductions import reduction_arguments
+from shotcast.transport.triton.binding import EnqueuedCall, KernelContext, TileShape, reduction_arguments
 from shotcast.transport.triton.sync import Entry
 from shotcast.wire import CallPlan, Op
 
@@ -116,8 +106,7 @@ def sum_of_copies(x, out, came, nbytes: tl.int64, entry: Entry, stride, SHAPE: t
 def nan_if_stopped(out, nbytes: tl.int64, entry: Entry, SHAPE: tl.constexpr):
     """Make the floats of ``out`` NaN, and tell the host, if the communicator was stopped.
 
-    A rank that has met all others may still be told by one that gave up, whose copies no longer wait for it. Types that
-    are only copied keep their numbers. One warp does this, because it finds room on an SM first.
+    Types that are only copied keep their numbers. One warp does this, because it finds room on an SM first.
     """
     own = own_region(entry)
     fault = sync.any_abort_word(own)

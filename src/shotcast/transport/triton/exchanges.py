@@ -11,18 +11,16 @@ In 16 bits, partial sums pass rounded to the dtype of the call, two to a word. A
     pairs     as above
     two_shot  each tile has an owner, to which all send theirs; it adds up the tree, and sends the result to all
 
-Doubling and halving need a power of two. For other numbers, the first nodes are *folded*: in each pair of them the odd
-one, the *extra*, sends its partial sum to the even one, the *pivot*, before the exchange, and gets the result after it.
-The first three give the same bits: the bits of the tree in :func:`shotcast.hardware.nodes.folded`, which takes the
-operands of each addition in the order of the nodes. The last two give the bits of the same tree over rounded partial
-sums.
+For numbers of nodes that are no power of two, doubling and halving *fold*: of the first pairs of nodes, the odd one,
+the *extra*, sends its partial sum to the even one, the *pivot*, before the exchange, and gets the result after it. All
+but the last two give the bits of the tree in :func:`shotcast.hardware.nodes.folded`, which takes the operands of each
+addition in the order of the nodes; the last two, those of the same tree over rounded partial sums.
 
-An exchange has two parts. ``begin_*`` sends what a rank has without waiting; ``finish_*`` does the rest, and returns
-the words of the result. Both handle one :class:`Tile`: its first word is ``start`` of its slice, and it has ``count``
-words, a multiple of 4. A *value* is a pair of tiles of float32, for the low and the high halves of words.
-
-They read these fields of SHAPE: NODES; DOUBLINGS, the logarithm of the largest power of two in it; FOLDED, the number
-of folded pairs; LOCAL, the ranks in a node; PARTS, the values in a word; and EXCHANGE, DTYPE, WORLD and PUTS.
+``begin_*`` sends what a rank has without waiting; ``finish_*`` does the rest, and returns the words of the result. Both
+handle one :class:`Tile`: its first word is ``start`` of its slice, and it has ``count`` words, a multiple of 4. A
+*value* is a pair of tiles of float32, for the low and the high halves of words. Fields of SHAPE: NODES; DOUBLINGS, the
+logarithm of the largest power of two in it; FOLDED, the number of folded pairs; LOCAL, the ranks in a node; PARTS, the
+values in a word; and EXCHANGE, DTYPE, WORLD and PUTS.
 """
 
 from __future__ import annotations

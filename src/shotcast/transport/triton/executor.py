@@ -76,8 +76,8 @@ class TritonBoundCall:
     ) -> None:
         """Launch the kernels on the current stream. ``x`` and ``out`` must be contiguous and of the plan's sizes.
 
-        The tensors of a fused call (``norm``), and its ``x``, must begin at multiples of 16 bytes. ``sizes`` are the
-        sizes of an uneven all_to_all, in place of the plan's.
+        The tensors of a fused call (``norm``), and its ``x``, must begin at multiples of 16 bytes. ``sizes`` replace
+        the plan's in an uneven all_to_all.
         """
         executor = self._executor
         own = executor.own_address
@@ -154,7 +154,6 @@ class TritonHeaderExchange:
             self.launch.load()
 
     def run(self) -> None:
-        """Wait until all ranks have come to the call, or a fault is known."""
         with _current(self._device):
             self.launch(0 if INTERPRETED else raw_stream(self._device.index), ())
         _wait_for_stream(self._device)
@@ -193,18 +192,16 @@ def _wait_for_stream(device: torch.device) -> None:
 class TritonExecutor:
     """This rank's side of a communicator whose calls are Triton kernels.
 
-    It begins with a workspace for messages up to :data:`.layout.FIRST_ROOM`, and gets larger ones when calls need them
-    (:meth:`grow`). All collective calls use the last workspace, so calls of different sizes meet there, and are found
-    to differ. The first one stays for send and recv, whose messages may lie in its mailboxes. The ones in between stay
-    if kernels in captured graphs use them. Ranks on ``cpu`` need Triton's interpreter (TRITON_INTERPRET=1 at import).
-    The ``nodes`` have equally many consecutive ranks. ``lease(nbytes)`` provides symmetric memory. Construction is
+    It begins with a workspace for messages up to :data:`.layout.FIRST_CAPACITY`, and gets larger ones when calls need
+    them (:meth:`grow`). All collective calls use the last workspace, so calls of different sizes meet there, and are
+    found to differ. The first one stays for send and recv, whose messages may lie in its mailboxes, and those in
+    between if captured graphs use them. Ranks on ``cpu`` need Triton's interpreter (TRITON_INTERPRET=1 at import). The
+    ``nodes`` have equally many consecutive ranks. ``lease(nbytes)`` provides symmetric memory. Construction is
     collective; it raises ConfigError on all ranks if one has too little memory.
 
     Attributes:
         workspaces: the first, those that captured graphs use, and the one for collective calls, in ascending size.
-        capacity: the longest message, in bytes, that the last of these is laid out for.
         own_address: the address of this rank's region in the first workspace.
-        stopped_word: the word of the fault that a finished kernel has seen, or 0 if there is none.
     """
 
     _puts = False
@@ -278,10 +275,6 @@ class TritonExecutor:
         )
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
-        """Return a tensor in memory that all ranks map; None if there is no memory for it, and during a capture.
-
-        It may wait for the other ranks' processes, but not for their calls.
-        """
         if self.heap is None or (not INTERPRETED and torch.cuda.is_current_stream_capturing()):
             return None
         with _current(self.device):
@@ -312,7 +305,7 @@ class TritonExecutor:
     def load(self, call: TritonBoundCall, plans: Sequence[CallPlan]) -> None:
         """Load a call, a header exchange, and the kernels of plans of any size for tensors at multiples of 16 bytes.
 
-        CUDA loads no kernel while another runs. Calls therefore load what later ones may need next to waiting kernels.
+        CUDA loads no kernel while another runs, so calls load what later ones may need next to waiting kernels.
         """
         bound = [self._kernel(plan, True) for plan in plans]
         others = [each.enqueue if isinstance(each, EnqueuedCall) else _launch(each) for each in bound]
@@ -344,8 +337,8 @@ class TritonExecutor:
         """Return the calls that make up ``plan``, with the byte at which each begins.
 
         There are several if a message exceeds the workspace that it is planned for and the algorithm divides it, or if
-        it exceeds the slots between nodes, through which all of it passes. They are equally long, since the programs of
-        a piece clear the slots of the one before.
+        it exceeds the slots between nodes. They are equally long, since the programs of a piece clear the slots of the
+        one before.
         """
         form = self._algorithms.form(plan)
         capacity = next(size for size in self._capacities if size >= plan.capacity)
@@ -382,8 +375,8 @@ class TritonExecutor:
 
         It waits for the other ranks and the current stream, but not for other streams, whose calls may wait for what
         this rank has yet to do. The memory of the previous workspace is therefore given back but not released
-        (:mod:`shotcast.memory.arena`). Calls that were bound earlier keep using that workspace. Raises ConfigError on
-        all ranks if one has too little memory, and CollectiveTimeout for ranks that did not come.
+        (:mod:`shotcast.memory.arena`), and calls that were bound earlier keep using it. Raises ConfigError on all ranks
+        if one has too little memory, and CollectiveTimeout for ranks that did not come.
         """
         where = self._layout(capacity)
         memory = self._lease(where.nbytes)
@@ -411,11 +404,6 @@ class TritonExecutor:
         self._captured, self.capacity = False, where.max_bytes
 
     def more_bytes(self, capacity: int) -> int:
-        """Return the bytes that a new workspace for messages of ``capacity`` bytes takes on each rank.
-
-        It is 0 if such a workspace exists. The previous one for collective calls is given back, unless captured
-        graphs use it.
-        """
         return 0 if capacity <= self.capacity else self._layout(capacity).nbytes
 
     def _layout(self, capacity: int) -> WorkspaceLayout:
@@ -425,7 +413,6 @@ class TritonExecutor:
         return WorkspaceLayout.for_messages(size, not self.workspaces, self._nodes, ranks_per_node, self._puts, engines)
 
     def keep(self) -> None:
-        """Keep the current workspace even when there is a larger one, because a graph is being captured with it."""
         self._captured = True
 
     # -- state ------------------------------------------------------------------------------------------------------
@@ -451,22 +438,15 @@ class TritonExecutor:
         word = self.stopped_word.value
         return Fault.decode(word & 0xFFFFFFFFFFFFFFFF) if word else None
 
-    def waits(self) -> Fault | None:
-        """Return the call in which this rank has waited for others for :data:`.layout.WAIT_NOTICE_NS`, or None.
-
-        It has the operation, the epoch and the late ranks, like the fault at the deadline. Kernels report a wait
-        thousands of times a second; None means that none has since the last look. Never synchronizes; any thread may
-        look.
-        """
-        word = self._wait_word.value
-        self._wait_word.value = 0
-        wait = Fault.decode(word & 0xFFFFFFFFFFFFFFFF)
-        return wait if wait.ranks else None
-
     def wait(self) -> Wait | None:
-        """Return the wait that this rank is in, if it has lasted for a while. One thread calls it repeatedly."""
-        notice = self.waits()
-        if notice is None:
+        """Return the wait that this rank is in, if it has lasted for :data:`.layout.WAIT_NOTICE_NS`.
+
+        One thread calls it repeatedly. Kernels report a wait, like the fault at the deadline, thousands of times a
+        second; None means that none has since the last look.
+        """
+        notice = Fault.decode(self._wait_word.value & 0xFFFFFFFFFFFFFFFF)
+        self._wait_word.value = 0
+        if not notice.ranks:
             self._wait = None
         else:
             self._awaited = notice.ranks
@@ -489,31 +469,24 @@ class TritonExecutor:
         return last if last.stopped else next((one for one in self.workspaces if one.stopped), last)
 
     def headers(self, epoch: int) -> list[HeaderWords | None]:
-        """Return the header of each rank's call in ``epoch``, or None if no such header came.
-
-        The epoch counts in the workspace whose call was stopped, if there is one.
-        """
         return self._stopped_or_last.headers(epoch)
 
     def parts(self, epoch: int) -> dict[int, str]:
-        """Return, by rank, the sizes that made this rank stop an uneven all_to_all; empty if it did not."""
         return self._stopped_or_last.parts(epoch)
 
     @property
     def epoch(self) -> int:
-        """The number of collective calls begun so far. Replays of graphs with an earlier workspace count separately.
+        """The number of collective calls begun so far, in the workspace whose call was stopped or else in the last one.
 
-        If one of these replays was stopped, it is the number of its call.
+        Replays of graphs with an earlier workspace count separately.
         """
         return self._stopped_or_last.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next collective call number ``epoch`` + 1, on all ranks alike and with no call under way."""
         for workspace in self.workspaces:
             workspace.set_epoch(epoch)
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Change the deadline of later calls and graph replays."""
         self.timeout_s = timeout_s
         for workspace in self.workspaces:
             workspace.set_timeout(timeout_s)
@@ -521,15 +494,13 @@ class TritonExecutor:
     def mark_gone(self, rank: int) -> None:
         """End calls that wait for ``rank``, now and later, because its process has ended. Any thread may call it.
 
-        It takes effect a moment later: a program that has just found a word missing might see the mark at once, even
-        though the rank sent the word before it ended.
+        It takes effect after _SETTLE_S: a program that has just found a word missing might see the mark at once.
         """
         timer = threading.Timer(_SETTLE_S, self._mark_gone, (rank,))
         timer.daemon = True
         timer.start()
 
     def stop(self, fault: int) -> None:
-        """End this rank's waiting kernels, now and until :meth:`clear`. A fault already known here stays."""
         with self._marking:
             if not self._closed:
                 for workspace in self.workspaces:
@@ -544,7 +515,6 @@ class TritonExecutor:
                     self._watch.send(rank, "interrupted", self._clears << 8 | self._rank)
 
     def interrupted_by(self, number: int) -> None:
-        """End this rank's kernels because another rank was interrupted, unless all ranks have been reset since."""
         if number >> 8 == self._clears:
             self._stop_for(number & 255)
 
@@ -572,7 +542,6 @@ class TritonExecutor:
         arena_of(self.device).release()
 
     def clear(self, epoch: int) -> None:
-        """Reset all memory to its initial state after call ``epoch``. Call it between two host barriers."""
         with self._marking:
             self._clears += 1
             for workspace in self.workspaces:

@@ -10,24 +10,13 @@
 Other kernels here have thousands of programs, which pass over the message like a window as long as the GPU has room for
 them. Next to a GEMM that fills the GPU, they wait for it to end. This kernel leaves most of the GPU to others: it has
 few programs of many warps, each of which passes a share of the message through the window of the peers' regions, chunk
-by chunk. Words carry no flags and nothing is cleared: a program tells its namesakes on the other ranks how many steps
-it has done (:func:`~.sync.raise_progress`). In step s a program
+by chunk. ``docs/reference/protocols.md`` ("Progress through a window") lists the steps of a program, and says how it
+finds tensors in memory that the ranks map, for which nothing passes through the window.
 
-    waits until all its namesakes have done s - 1 steps: chunk s-2 is here, and all sums of chunk s-4
-    passes tile by tile over three chunks at once:
-        chunk s                            is sent into place s % 4 of the window of each peer
-        chunk s-2                          is added up, and the sum sent into place s % 4 of the second part
-        the sums of chunk s-4              are taken (all_reduce)
-
-and then reports s + 1 steps. It requests all words that a tile needs at once, from local memory and from the window, so
-one program keeps its SM busy. It waits for a step that ended one step ago, whose stores had that long to arrive. While
-one warp waits for the stores of its program, the others go on, because each warp waits for the namesakes by itself. One
-SM moves 44 GB/s in and as much out (H200, ``research/sm_wires.py``). That bounds an all_reduce of two ranks, whose
-programs read and write each byte of the message twice. Copies move any dtype, exact to the bit.
-
-If the tensors of all ranks lie in memory that the ranks map, nothing passes through a window: each rank reads the
-others' x in place, and in an all_reduce writes its sums into their out. Ranks say where their tensors lie as they
-enter, so all take the same route. They meet once more at the end: until then a rank's tensors are in use.
+A program requests all words that a tile needs at once, from local memory and from the window, so it keeps its SM busy.
+It waits for a step that ended one step ago, whose stores had that long to arrive. One SM moves 44 GB/s in and as much
+out (H200, ``research/sm_wires.py``). That bounds an all_reduce of two ranks, whose programs read and write each byte of
+the message twice. Copies move any dtype, exact to the bit.
 """
 
 from __future__ import annotations
@@ -45,8 +34,7 @@ from shotcast.device.triton.reductions import reduce_words, reduced_unless_stopp
 from shotcast.device.triton.words import load_words, store_words
 from shotcast.errors import ConfigError
 from shotcast.transport.triton import layout, sync
-from shotcast.transport.triton.binding import KernelContext, KernelLaunch, TileShape
-from shotcast.transport.triton.reductions import reduction_arguments
+from shotcast.transport.triton.binding import KernelContext, KernelLaunch, TileShape, reduction_arguments
 from shotcast.transport.triton.sync import Blocks, Entry, Places
 from shotcast.wire import CallPlan, Op
 

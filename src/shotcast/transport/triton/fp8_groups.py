@@ -2,12 +2,10 @@
 
 Several blocks of 128 elements become one block of slot words, so that no value moves to another thread: four blocks of
 float32, or two of 16-bit floats, are a *group*. Each word of a group takes its bytes from all blocks of the group, at
-the same position in each.
+the same position in each. ``docs/reference/numerics.md`` ("FP8 transport") defines the values and scales to the bit.
 
 A tile is [quads, rows, 4 words], or [rows, quads, 4 words] with ROWS_FIRST. A row holds the words of a block or the
-slot words of a group, which are equally many; a quad is what a thread moves at once. In this order a row stays within
-one warp, and so does the search for its largest value. ``docs/reference/numerics.md`` ("FP8 transport") defines the
-values and scales to the bit.
+slot words of a group, which are equally many, and stays within one warp; a quad is what a thread moves at once.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """All-reduce over nodes with residual add, norm and FP8 in the same kernel.
 
-    scatter   in the node: local rank l gets slice l of the tiles of all ranks, and adds up in rank order, in float32
-    exchange  between the ranks with the same local rank (``exchanges.py``)
-    gather    in the node: local rank l sends its tiles of the result to all others
-    every rank norms every row
-
-Slices consist of whole tiles, ROW_TILES to a row. A program has the tile with its number in every slice, and norms
-these tiles together with the other programs of their rows (``fused_tiles.py``).
+Every rank norms every row of the sums that ``nvrar.py`` gathers. Slices consist of whole tiles, ROW_TILES to a row. A
+program has the tile with its number in every slice, and norms these tiles together with the other programs of their
+rows (``fused_tiles.py``).
 """
 
 from __future__ import annotations

@@ -27,9 +27,8 @@ def one_shot_norm(
 ):
     """Sum x over all ranks, add the residual, and norm the rows.
 
-    There is one program for every tile of BLOCK words, with ROW_TILES tiles to a row. The next kernel, which usually
-    loads weights first, may launch at once. The words to sum are loaded while the epoch is read. Each of these saves
-    half a microsecond between GEMMs.
+    There is one program for every tile of BLOCK words, with ROW_TILES tiles to a row. The next kernel may launch at
+    once, and the words to sum are loaded while the epoch is read; each saves half a microsecond between GEMMs.
     """
     rank = entry.rank
     WORLD: tl.constexpr = SHAPE.WORLD

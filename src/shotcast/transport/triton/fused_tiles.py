@@ -1,11 +1,11 @@
 """The norm of a row by programs that each hold one tile of it: the last part of the fused all-reduces.
 
-Tiles are as small as in the plain all-reduce, because that is what makes it fast. The programs of a row tell each other
-their part of the sum of squares through cells in this GPU's memory. For a LayerNorm, they tell their mean and the sum
-of squared differences from it; for FP8 with a scale for each row, also their largest value. A cell holds 32 bits of
-value and 32 bits of the call's number, so it is its own flag and is never cleared. A program polls all cells of a row
-at once, except its own: a load seems to wait for the program's own store to the same 128 bytes. In calls of few rows,
-cells are far enough apart (``cell_stride``, in cells) that no two programs' cells are in the same 128 bytes.
+The programs of a row tell each other their part of the sum of squares through cells in this GPU's memory. For a
+LayerNorm, they tell their mean and the sum of squared differences from it; for FP8 with a scale for each row, also
+their largest value. A cell holds 32 bits of value and 32 bits of the call's number, so it is its own flag and is never
+cleared. A program polls all cells of a row at once, except its own: a load seems to wait for the program's own store to
+the same 128 bytes. In calls of few rows, cells are far enough apart (``cell_stride``, in cells) that no two programs'
+cells are in the same 128 bytes.
 
 Every program writes its cell, even if the call was stopped, so no program waits here longer than the programs of its
 row wait for their peers. Programs start in the order of their numbers, and the programs of one row fit on any GPU

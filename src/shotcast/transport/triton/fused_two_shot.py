@@ -1,12 +1,8 @@
 """Two-shot all-reduce with residual add, norm and FP8 in the same kernel.
 
-    shot 1: rank i sends slice j of its tiles to rank j, which sums:  s_j = x_0[j] + x_1[j] + ... in float32, in order
-    shot 2: rank j sends s_j to all
-    every rank norms every row of s_0, s_1, ..., s_{N-1}
-
-It wins from the size at which two-shot beats one-shot. Slices consist of whole tiles, ROW_TILES to a row. A program has
-the tile with its number in every slice, and norms these tiles together with the other programs of their rows
-(``fused_tiles.py``).
+Every rank norms every row of the sums that two-shot (``two_shot.py``) sends to all. Slices consist of whole tiles,
+ROW_TILES to a row. A program has the tile with its number in every slice, and norms these tiles together with the other
+programs of their rows (``fused_tiles.py``).
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """The executor of GPU ranks on several hosts: mapped memory within a node, NVSHMEM puts between nodes.
 
-A rank's region lies in NVSHMEM's memory. Kernels store to the regions of the ranks of their node, and put words and
-headers into the regions of other nodes. Some news must arrive no matter what happens to the call, so a kernel cannot
-put it and the hosts tell each other instead: that a call is stopped, and that a process has ended. A thread watches the
-word that this rank's kernels report faults to, and tells the peers.
+A rank's region lies in NVSHMEM's memory. Kernels cannot put what must arrive no matter what happens to the call, so the
+hosts tell each other: that a call is stopped, and that a process has ended.
 """
 
 from __future__ import annotations
@@ -28,11 +26,11 @@ _CONNECT_S = 60.0
 
 
 class HostsTritonExecutor(TritonExecutor):
-    """This rank's side of a communicator whose ranks are on several nodes, equally many on each.
+    """This rank's side of a communicator whose ranks are on several nodes, equally many consecutive ones on each.
 
-    Each node has consecutive ranks. ``lease(nbytes)`` provides NVSHMEM memory. Construction is collective; it raises on
-    all ranks or on none: ConfigError if NVSHMEM is missing or has too little memory or peers cannot connect, and
-    CollectiveTimeout for ranks that did not come.
+    ``lease(nbytes)`` provides NVSHMEM memory. Construction is collective; it raises on all ranks or on none:
+    ConfigError if NVSHMEM is missing or has too little memory or peers cannot connect, and CollectiveTimeout for ranks
+    that did not come.
     """
 
     _puts = True
@@ -89,9 +87,7 @@ class HostsTritonExecutor(TritonExecutor):
     def clear(self, epoch: int) -> None:
         """Forget faults and calls, and reconnect. Every rank calls it, between two host barriers.
 
-        Puts of failed calls could land in what is cleared, so all of them must end first.
-
-        Raises ConfigError on a rank whose puts do not end.
+        Raises ConfigError on a rank whose puts do not end; they could land in what is cleared.
         """
         self._control.part()
         settled = all(cast(HeapLease, one.memory).settle() for one in self.workspaces)
@@ -105,7 +101,6 @@ class HostsTritonExecutor(TritonExecutor):
         self._control = self._connect()
 
     def close(self) -> None:
-        """Close the connections and give the memory back. A second call does nothing."""
         self._stop_looking.set()
         with contextlib.suppress(RuntimeError):  # at the end of the process, this is the thread itself
             self._looker.join()

@@ -1,9 +1,8 @@
 """The layout of a rank's region of symmetric memory: plain numbers for the host and the kernels.
 
-A region consists, in this order, of the control block, the mailboxes of send and recv, the flags of programs, their
-progress, two generations of flag cells, three generations of sentinel slots, two generations of staged data if ranks
-put to other nodes, the window, and in large regions the data that copy engines bring. Offsets never depend on a call,
-so calls of different sizes cannot overlap; only the window is divided anew by each call that passes through it.
+A region consists of the parts of :class:`WorkspaceLayout` in their order, behind the control block: two generations of
+flag cells and of staged data, and three of sentinel slots. Offsets never depend on a call, so calls of different sizes
+cannot overlap; only the window is divided anew by each call that passes through it.
 """
 
 from __future__ import annotations
@@ -131,10 +130,7 @@ _GROWTH = 4
 
 
 def capacities(max_bytes: int) -> tuple[int, ...]:
-    """Return the longest messages of the regions that a communicator for messages up to ``max_bytes`` may have.
-
-    They ascend. All together take at most twice as much as the last.
-    """
+    """Return, ascending, the longest messages of the regions that a communicator for ``max_bytes`` may have."""
     between = [capacity for power in range(1, 8) if 2 * (capacity := FIRST_CAPACITY * _GROWTH**power) <= max_bytes]
     return (*([FIRST_CAPACITY] if FIRST_CAPACITY < max_bytes else []), *between, max_bytes)
 
@@ -176,11 +172,11 @@ class WorkspaceLayout:
     ) -> WorkspaceLayout:
         """Lay out a region for messages up to ``max_bytes``.
 
-        Two-shot needs room for a message twice (once for each shot). Flag cells carry half as much data in as many
-        bytes. Send and recv use the mailboxes of one region, no matter how many a communicator has. Between nodes, a
-        rank exchanges a slice of a message, and a word of two 16-bit floats takes two words of float32; the slots for
-        that lie behind the others of a generation. If they are ``staged`` to be put, they take the same room again,
-        twice, and there is no window, which needs all ranks mapped. Copy engines bring up to ``engine_bytes`` at once.
+        Two-shot needs room for a message twice (once for each shot), and flag cells carry half as much data in as many
+        bytes. Between nodes, a rank exchanges a slice of a message, and a word of two 16-bit floats takes two words of
+        float32; the slots for that lie behind the others of a generation. If they are ``staged`` to be put, they take
+        the same room again, twice, and there is no window, which needs all ranks mapped. Copy engines bring up to
+        ``engine_bytes`` at once. Only one region of a communicator needs ``mailboxes``.
         """
         slack = 2 * MAX_WORLD_SIZE * QUAD
         slot_bytes = 8 * network_slots(nodes)
@@ -220,8 +216,7 @@ class WorkspaceLayout:
 def piece(dtype: str, max_bytes: int) -> int:
     """Return the longest piece of a divided message in a region for messages up to ``max_bytes``.
 
-    A piece takes up its bytes twice, once for each shot: in slots, or in flag cells, which hold half as much in half as
-    many bytes.
+    A piece takes up its bytes twice, once for each shot: in slots, or in half as many flag cells.
     """
     return max_bytes // (1 if dtype in REDUCIBLE else CELLS_TAKE) // QUAD * QUAD
 
@@ -247,9 +242,8 @@ def window_bytes(max_bytes: int) -> int:
 
 
 def network_slots(nodes: int) -> int:
-    """Return the most slots, each for the partial sums of a slice, that an exchange between nodes takes at a rank.
-
-    Pairs take one for each other node. Doubling and halving take one for each step, one for folding, and one for words.
+    """Return the most slots, each for the partial sums of a slice, that an exchange between nodes takes at a rank: one
+    for each other node, or for each step, for folding and for words.
     """
     return max(nodes - 1, nodes.bit_length() + (folded(nodes) > 0))
 
@@ -257,16 +251,13 @@ def network_slots(nodes: int) -> int:
 def row_cell_count(max_bytes: int) -> int:
     """Return how many 64-bit cells programs need to add up the sum of squares of a row whose tiles they hold.
 
-    There is one cell for each tile of 128 words, rounded up to a power of two for each row. Rows of one tile need none.
+    There is one cell for each tile of 128 words, rounded up to a power of two for each row.
     """
     return max(2 * (max_bytes // 512 + MAX_WORLD_SIZE), MAX_SPREAD_CELLS * row_cell_stride(1, MAX_SPREAD_CELLS))
 
 
 def row_cell_stride(rows: int, parts: int) -> int:
-    """Return the distance, in cells, between the cells of neighboring tiles: 128 bytes in a call of few cells.
-
-    The number of cells in a row is a power of two.
-    """
+    """Return the distance, in cells, between the cells of neighboring tiles: 128 bytes in a call of few cells."""
     return 16 if rows << (parts - 1).bit_length() <= MAX_SPREAD_CELLS else 1
 
 

@@ -4,9 +4,8 @@ The switch repeats a store to such an address for all ranks, and answers a load 
 words. Only the operations here may touch it. They move quads, 16 aligned bytes each, as four separate words, so that
 the content of one access does not depend on how the compiler distributes a tile over threads.
 
-Compiled, these are ``multimem`` instructions (sm_90 and later; PTX ISA, "multimem.ld_reduce, multimem.st,
-multimem.red"). They are inspected, not run on hardware. Under Triton's interpreter they are emulated on addresses given
-to ``emulate``; any other address is an error.
+Compiled, these are ``multimem`` instructions of sm_90 and later, inspected, not run on hardware. Triton's interpreter
+emulates them on addresses given to ``emulate``; any other address is an error.
 """
 
 from __future__ import annotations

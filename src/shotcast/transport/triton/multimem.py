@@ -9,9 +9,6 @@ Each rank sends and receives (N+1)/N of the message, compared with 2 (N-1)/N for
 from four ranks on. The order of the additions is the switch's, and it determines the bits of the sum (16-bit floats are
 added in float32 and rounded once). All ranks get the same bits, since one rank loads each sum. The kernel is compiled
 and inspected, and run with an emulated multicast address; it has not been run on hardware.
-
-A tile belongs to the same program on every rank, so a program waits only for the programs with its number. The staging
-area holds x unescaped, because nobody polls it; the next call clears it with the rest of the generation.
 """
 
 from __future__ import annotations

@@ -1,17 +1,11 @@
 """The vocabulary of kernels for traffic between nodes: tiles that are put to another rank, and waits for them.
 
 A kernel looks up where to put tiles with :func:`destination`, opens the slots of its call with :func:`enter_network`,
-sends with :func:`put_tiles` and waits with :func:`await_tiles`; ``docs/reference/protocols.md`` explains why that is
-correct. A put has two forms. If the ranks of all nodes have their memory mapped (logical nodes of one host), it
-consists of stores. Otherwise the words are *staged* in this rank's region, and NVSHMEM puts them from there, without
-waiting for completion. The constexpr argument PUTS of a kernel selects the form; ``puts`` is the address of a table
-with the PE and the address that puts take for each rank.
-
-The words that pass belong to sentinel slots (:mod:`.sync`). A word is the 32 bits of a float32 (a partial sum is not
-rounded) or a word of the result. It is its own flag because slots hold the sentinel until it comes. So words need no
-order, no fence, no signal and no bytes in addition to the data. The slots between nodes lie behind those within the
-node in the generation of the call, and are cleared with them. Each step of an exchange has a separate slot at the
-receiver.
+sends with :func:`put_tiles` and waits with :func:`await_tiles`; ``docs/reference/protocols.md`` ("Sums of nodes")
+explains why that is correct. A put has two forms. If the ranks of all nodes have their memory mapped (logical nodes of
+one host), it consists of stores. Otherwise the words are *staged* in this rank's region, and NVSHMEM puts them from
+there, without waiting for completion. The constexpr argument PUTS of a kernel selects the form; ``puts`` is the address
+of a table with the PE and the address that puts take for each rank.
 
 A tile travels whole: its words are contiguous, so that a put may be one network message. The words of its low halves
 come first, then the words of its high halves (:func:`shotcast.device.triton.words.unpack`); there are as many of each
@@ -37,8 +31,7 @@ class GpuNetwork(NamedTuple):
     """The network as a program sees it in one call.
 
     ``quads`` is the offset, in quads, of the slots of this call in the region of every rank, and ``staging`` the offset
-    of what this rank stages. ``puts`` is PUTS, and ``clears`` says that slots are cleared after they are read; both are
-    known at compile time.
+    of what this rank stages. ``clears`` says that slots are cleared after they are read.
     """
 
     quads: tl.tensor
@@ -81,11 +74,8 @@ def put_tiles(call, network, target, word, lanes, parts, count, PARTS: tl.conste
     """Put the first ``count`` words of each of PARTS tiles to a rank, beginning at its word ``word`` between nodes.
 
     ``word`` and ``count`` are multiples of 4, the same in the :func:`await_tiles` that waits for them; ``lanes`` are
-    the numbers of a tile's words. No word may be the sentinel. Nothing is put if the call is stopped.
-
-    A word is staged at its own number, and has the same content for all ranks that it goes to in a call. So what a put
-    still reads does not change before the call after the next. No rank begins that call before all ranks have what they
-    were sent in this one.
+    the numbers of a tile's words. No word may be the sentinel. Nothing is put if the call is stopped. A word is staged
+    at its own number, and has the same content for all ranks that it goes to in a call.
     """
     mask = lanes < count
     if network.puts:
@@ -149,8 +139,7 @@ def await_tiles(
     returned ``call`` from here on: if the call was stopped, ``live`` is 0 and the tiles are not valid.
 
     DEPTH is the number of ranks that the data pass through on their way here, beyond the sender. Each makes the
-    deadline a little later (``layout.GRACE`` of them make the timeout twice as long). That way, a rank that waits for a
-    rank that stopped names it before the ranks that wait for the waiting rank name that one.
+    deadline a GRACE-th of the timeout later, so that ranks nearer to one that stopped give up first, and name it.
     """
     tiles = load_tiles(call, network, words, lanes, counts, PARTS, COUNT)
     waiting = sync.any_missing(tiles, call.epoch, False, PARTS * COUNT) & call.live

@@ -5,9 +5,6 @@
               are added up in one fixed tree, in float32, and rounded once
     gather    in the node: local rank l sends its slice of the result to all others
 
-Scatter and gather go through sentinel slots, as in two-shot. So does the exchange, whose slots lie behind the others
-(``network.py``).
-
 A program carries its tile through all phases, and the grid passes over the message as a window, so the phases of
 different tiles overlap. Nodes are consecutive ranks.
 """

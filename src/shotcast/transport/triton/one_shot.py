@@ -20,8 +20,7 @@ from shotcast.device.triton.intrinsics import await_prior_kernel, kernel, releas
 from shotcast.device.triton.reductions import reduce_words, reduced_unless_stopped
 from shotcast.device.triton.words import insert_own, load_words, store_words
 from shotcast.transport.triton import sync
-from shotcast.transport.triton.binding import KernelContext, KernelLaunch, TileShape
-from shotcast.transport.triton.reductions import reduction_arguments
+from shotcast.transport.triton.binding import KernelContext, KernelLaunch, TileShape, reduction_arguments
 from shotcast.transport.triton.sync import Entry
 from shotcast.wire import CallPlan, Op
 

@@ -1,13 +1,8 @@
 """Send and receive between two ranks, independent of what the other ranks do.
 
 Each ordered pair of ranks has a mailbox at the receiver, divided into channels; one program carries the chunks of a
-channel. A chunk travels as flag cells with the chunk's number in its channel, so data needs no fence. Two chunks per
-channel may be in flight: the sender waits for the receiver's credit before it reuses a slot. A message begins with the
-channel after the last one of the previous message. So 64 chunks may be in flight, no matter how many messages they
-belong to.
-
-Each message has a header, which the receiver compares with its own; 16 headers may be in flight. A send completes once
-the rest of the message lies in the mailbox.
+channel. A chunk travels as flag cells with the chunk's number in its channel. A message begins with the channel after
+the last one of the previous message. ``docs/reference/protocols.md`` ("Send and receive") has the protocol.
 """
 
 from __future__ import annotations

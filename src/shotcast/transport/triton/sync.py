@@ -13,21 +13,15 @@ Program 0 of every grid calls :func:`exchange_headers`, which also advances the 
 *stopped*: ``call.live`` becomes 0, waits end, stores to peers are masked off, and outputs become NaN
 (:func:`shotcast.device.triton.words.nan_unless`).
 
-Terms. Every rank owns a *region* of symmetric memory (``layout.py``); offsets into it count *quads* of 16 bytes. The
-*epoch* is the number of the call. It lies in the region and the kernels advance it, so a CUDA graph replays without the
-host. *Slots* hold words of floating-point data; they are filled with the sentinel 0xFFFFFFFF until a peer stores a
-word. Three *generations* of slots take turns. *Flag cells* are 64 bits wide, 32 of data and 32 of the epoch, and hold
-data of any dtype. The *extent* of a call is the number of quads of its generation that it uses.
+Terms. Every rank owns a *region* of symmetric memory (``layout.py``); offsets into it count *quads* of 16 bytes. Three
+*generations* of slots take turns. The *extent* of a call is the number of quads of its generation that it uses.
 
-Ordering. A word is its own flag, so data needs no fence: words are compared with the sentinel as integers, one by one,
-through volatile (uncached) loads. Between calls, the kernel boundary orders the clearing of slots before the next push
-to them. A decision that leads to a branch comes from a reduction or an atomic, never from a plain load, whose result
-the warps of a program could see differently.
+Ordering. A word is its own flag, read by volatile (uncached) loads, so data needs no fence. A decision that leads to a
+branch comes from a reduction or an atomic, never from a plain load, whose result the warps of a program could see
+differently.
 
-Latency. Loads that waited for one another took a seventh of the time of a small call. Therefore a program first issues
-all the loads that it needs, before it uses, or branches on, the result of any: the addresses of peers before the prior
-kernel has ended, and the words to send together with the epoch. One warp issues in order, so a use holds up everything
-after it. Many programs that load one line wait for each other, too, so what all of them load has copies.
+Latency. A program issues all the loads that it needs before it uses, or branches on, the result of any. Loads that
+waited for one another took a seventh of the time of a small call.
 """
 
 from __future__ import annotations
@@ -217,17 +211,14 @@ def write_abort_words(region, fault, mask):
 
 @triton.jit
 def enter(entry, WARPS: tl.constexpr, PDL: tl.constexpr):
-    """Open the call of an :class:`Entry`: read its epoch and generation.
-
-    ``live`` is 0 if the communicator was stopped before.
+    """Open the call of an :class:`Entry`: read its epoch and generation. ``live`` is 0 if the communicator was stopped
+    before.
 
     Call it once in every program, before any other use of the region. All stores of the prior kernel on this rank are
-    visible from here on. With PDL, the call first waits for the prior kernel, in every program, because that wait is
-    not transitive (see "How a kernel learns its epoch" in ``docs/reference/protocols.md``). Pass PDL as false if the
-    program has already called ``await_prior_kernel``.
+    visible from here on. With PDL, the call first waits for the prior kernel; pass it as false if the program has
+    already called ``await_prior_kernel``.
 
     The load of the epoch is volatile, because a line of the L1 cache may hold the value from before the prior kernel.
-    If the call was stopped before, :func:`leave_epoch` and :func:`exchange_headers` report the fault to the host.
     """
     await_prior_kernel(PDL)
     own = tl.multiple_of(entry.own.to(tl.int64).to(tl.pointer_type(tl.int64)), 16)
@@ -299,12 +290,8 @@ def leave_epoch(call, extent, SLOTS: tl.constexpr):
     With SLOTS, the call uses ``extent`` quads of its generation, which the next call with slots clears, and the
     generation moves on. A call without slots leaves that as it is.
 
-    No program waits for the answer to its count, before which it would not look at the data of its peers.
-
-    Graph safety: the words that programs read live in device memory, so a replayed kernel finds what the previous
-    kernel left there. Every thread has the epoch (because of the branch) and the generation (because one load brings
-    both) before it passes the barrier that precedes the count. So the stores of program 0 follow the loads of all
-    readers.
+    Every thread has the epoch (because of the branch) and the generation (because one load brings both) before it
+    passes the barrier that precedes the count. So the stores of program 0 follow the loads of all readers.
     """
     report_fault_if_stopped(call)
     tl.debug_barrier()
@@ -338,11 +325,7 @@ def clear_previous(call, slots_at, slots_quads, worker, workers, BLOCK: tl.const
     """Restore the sentinels in the slots of the previous call, unless this call is stopped.
 
     All programs except program 0 call it, at any time in the call; they share the work evenly as ``worker`` of
-    ``workers``. Nothing needs to wait for the stores: the kernel boundary makes them land before this rank starts the
-    next call.
-
-    No peer writes there before this rank has finished this call: a peer that is one call ahead uses generation g + 1,
-    and none gets two calls ahead of a rank whose header it still needs.
+    ``workers``. Nothing needs to wait for the stores.
     """
     base = words_at(call.own.to(tl.int64), slots_offset(previous_generation(call), slots_at, slots_quads))
     offs = tl.arange(0, BLOCK)
@@ -356,9 +339,8 @@ def clear_previous(call, slots_at, slots_quads, worker, workers, BLOCK: tl.const
 def clear_parts(call, quads, stride, offs, masks, COUNT: tl.constexpr):
     """Restore the sentinels in the slots that :func:`await_words`, called with the same arguments, has read.
 
-    This is for kernels with CLEAR_AFTER_READ, which record an extent of 0. It is better to clear large slots while
-    their lines are in the cache than in a separate pass, during which the links would be idle. The caller must first
-    have used :func:`await_words` for all words in ``masks``.
+    This is for kernels with CLEAR_AFTER_READ, which record an extent of 0: large slots are better cleared while their
+    lines are in the cache than in a separate pass, during which the links would be idle.
     """
     clean = tl.full([offs.shape[0]], SENTINEL, tl.int32)
     for r in tl.static_range(COUNT):
@@ -404,10 +386,7 @@ def store_to(call, address, quads, offs, words, mask, CELLS: tl.constexpr):
 
     ``offs`` and ``mask`` select the words. With CELLS, they go as flag cells of this epoch. Without CELLS, no word may
     be the sentinel (:func:`escape_sentinel`), and the target must be slots of this call's generation. Nothing is stored
-    if the call is stopped.
-
-    The peer may see the words at any later time and in any order. It finds each of them with :func:`await_words`; other
-    stores of this program are not ordered with them.
+    if the call is stopped. The peer may see the words at any later time and in any order (:func:`await_words`).
     """
     if CELLS:
         base = tl.multiple_of(address.to(tl.pointer_type(tl.int64)), 16) + quads * 2
@@ -489,8 +468,7 @@ def any_missing(parts, epoch, CELLS: tl.constexpr, COUNT: tl.constexpr):
     """Return 1 while a word of any tile has not arrived, else 0.
 
     The sentinel is the largest word, so the maximum of many words shows whether one of them is the sentinel. That takes
-    a fifth of the instructions that separate comparisons would, all of which a small call executes between the arrival
-    of a word and its use.
+    a fifth of the instructions that separate comparisons would.
     """
     if CELLS:
         hit = missing_words(parts[0], epoch, CELLS)
@@ -520,9 +498,9 @@ def await_words(
 ):
     """Wait until all words of COUNT tiles (see :func:`load_parts`) have arrived. Returns (tiles, call).
 
-    Tile r holds the words of rank ``(first + r) % WORLD``. Each returned word is the one that its rank pushed in this
-    call; this does not make anything else that the peer has stored visible. The slots or cells must belong to this
-    call, and ``masks`` must select only words that a peer pushes in this call (:func:`arrival_masks`).
+    Tile r holds the words of rank ``(first + r) % WORLD``, as that rank pushed them in this call; this does not make
+    anything else that the peer has stored visible. ``masks`` must select only words that a peer pushes in this call
+    (:func:`arrival_masks`).
 
     Use the returned ``call`` from here on: if the call was stopped, the wait ends at once, ``live`` is 0 and the tiles
     are not valid. For EXTENDED_DEADLINE see :func:`check_deadline`.
@@ -565,19 +543,16 @@ def check_deadline(
 
     The deadline counts from the program's first check, over all waits of the call. When it passes, this rank stops the
     call on every rank. The fault names the ranks whose header is missing. If all headers came, or without BY_HEADERS,
-    it names the ranks in the bit mask ``late_ranks``, whose data is missing. The check does not wait for a rank whose
-    process has ended, which the host marks: the fault names it at once. With TELLS, a program that has waited for
-    WAIT_NOTICE_NS tells the host, at every check, which ranks it would name. Programs that hold tiles leave that to
-    those that do not.
+    it names the ranks in the bit mask ``late_ranks``, whose data is missing. A rank whose process has ended is named at
+    once. With TELLS, a program that has waited for WAIT_NOTICE_NS tells the host, at every check, which ranks it would
+    name. Programs that hold tiles leave that to those that do not.
 
-    The host marks ended ranks in its own memory, since a store to the GPU's memory would be queued behind kernels that
-    wait. A load from there takes so long that, if many programs load, their peers come to their own checks, and so on
-    call after call; therefore only long waits load it. Warps could read different marks there. So each program adds
-    what it reads to a word of the region with one atomic, and reads that word with another, which gives all warps one
-    value.
+    Only long waits load the host's marks of ended processes, since a load from there holds up the peers of many
+    programs. Warps could read different marks, so each program adds what it reads to a word of the region with one
+    atomic, and reads that word with another.
 
-    With EXTENDED_DEADLINE the program waits a quarter longer. This is for a wait for data that peers compute from the
-    data of other ranks. A peer that lacks such data then expires first, and names the rank that did not send it.
+    With EXTENDED_DEADLINE the program waits a quarter longer, for data that peers compute from the data of other ranks:
+    a peer that lacks such data expires first, and names the rank that did not send it.
     """
     tl.atomic_max(call.own + CLOCK, now_ns(), sem="relaxed", scope="gpu")
     now = tl.atomic_max(call.own + CLOCK, call.epoch * 0, sem="relaxed", scope="gpu")
@@ -690,8 +665,8 @@ def ranks_of_cells(mask, RANKS: tl.constexpr):
 def thread_ids(WARPS: tl.constexpr):
     """Return the numbers of the program's threads.
 
-    A reduction over these passes through all warps, so all of them see the same result. Each warp does a reduction over
-    a shorter range by itself, and the warps could diverge at a branch on it.
+    A reduction over these passes through all warps, so all of them see the same result; over a shorter range, each warp
+    reduces by itself, and the warps could diverge at a branch on it.
     """
     return tl.arange(0, 32 * WARPS)
 
@@ -714,11 +689,9 @@ def raise_flags(call, quads, WORLD: tl.constexpr, WARPS: tl.constexpr):
 def await_flags(call, quads, WORLD: tl.constexpr, WARPS: tl.constexpr):
     """Wait until every rank has raised its flag of this epoch (an acquire).
 
-    Afterwards all threads may read what each rank stored before :func:`raise_flags`, through any address. Each thread
-    has seen the flag of one rank; the barrier combines what they know. If the call is stopped, it returns with ``live``
-    0.
-
-    A rank's next flag overwrites this one. So a program may wait only if no rank can end the call without this program.
+    Afterwards all threads may read what each rank stored before :func:`raise_flags`, through any address. If the call
+    is stopped, it returns with ``live`` 0. A rank's next flag overwrites this one, so a program may wait only if no
+    rank can end the call without it.
     """
     threads = thread_ids(WARPS)
     lanes = threads % MAX_WORLD
@@ -749,10 +722,8 @@ def raise_progress(call, quads, steps, WORLD: tl.constexpr, WARPS: tl.constexpr)
     """Tell all ranks that this program has done ``steps`` steps of the call (a release).
 
     Whoever sees it may read what the program has stored there in these steps, and may overwrite what the program has
-    read in them. The word of rank r is at ``quads`` quads past the start of each region, plus r words. It holds the
-    epoch above the steps, so it only ever grows, even from call to call. Each program of the grid needs separate words.
-
-    One warp waits for the stores of the program to arrive, while the others go on.
+    read in them. The word of rank r is at ``quads`` quads past the start of each region, plus r words; each program of
+    the grid needs separate words. One warp waits for the stores of the program to arrive, while the others go on.
     """
     tl.debug_barrier()
     threads = thread_ids(WARPS)
@@ -766,8 +737,7 @@ def await_progress(call, quads, steps, WORLD: tl.constexpr, WARPS: tl.constexpr)
     """Wait until this program's namesake on every rank has done ``steps`` steps of this call (an acquire).
 
     A rank that has begun a later call has done all of them. If the call is stopped, it returns with ``live`` 0. Each
-    thread has seen the word of one rank; the barrier combines what they know. No fence is needed, which would wait for
-    the program's own stores.
+    thread has seen the word of one rank; the barrier combines what they know.
     """
     threads = thread_ids(WARPS)
     ranks = threads < WORLD
@@ -825,9 +795,8 @@ def tensor_at(call, blocks, quads, rank, OUT: tl.constexpr):
 def await_progress_by_warp(call, quads, steps, WORLD: tl.constexpr):
     """Wait as :func:`await_progress` does, each warp for itself. Returns (call, late ranks), which differ by warp.
 
-    No warp waits for one that is still waiting for its stores. A warp gives up if it must not wait any longer, because
-    the deadline has passed, a rank has ended, or the call was stopped: its ``live`` is then 0. :func:`join_warps` must
-    follow.
+    A warp gives up if the deadline has passed, a rank has ended, or the call was stopped: its ``live`` is then 0.
+    :func:`join_warps` must follow.
     """
     lanes = tl.arange(0, 32)  # of a warp: each warp does the reductions here for itself
     ranks = lanes < WORLD
@@ -913,13 +882,12 @@ def exchange_headers(
 ):
     """Send this rank's header to every rank, and wait until every rank has sent the same one.
 
-    It is for program 0 of the grid. It returns when every rank has begun this call. Because no call ends before that,
-    slots can be used again. A header of this epoch that differs stops the call with a mismatch. Meanwhile it advances
-    the epoch, once all other programs have called :func:`leave_epoch` with the same ``extent`` and SLOTS.
+    It is for program 0 of the grid. A header of this epoch that differs stops the call with a mismatch. Meanwhile it
+    advances the epoch, once all other programs have called :func:`leave_epoch` with the same ``extent`` and SLOTS.
 
-    Each word of a header carries the epoch and has a separate thread. So one instruction sends both words, another
-    polls both, and no order between them is needed. With RELEASE_NEXT, the next kernel may launch before the wait. With
-    PUTS, ranks whose regions are not mapped get the header by puts, through the table ``puts`` (:mod:`.network`).
+    Each word of a header has a separate thread, so one instruction sends both words, and another polls both. With
+    RELEASE_NEXT, the next kernel may launch before the wait. With PUTS, ranks whose regions are not mapped get the
+    header by puts, through the table ``puts`` (:mod:`.network`).
 
     With GATE, the kernel of the call follows this one: the epoch stays, and the next kernel may launch only after the
     wait. That kernel sends the same header again, and finds the headers of all ranks.

@@ -4,10 +4,8 @@
     shot 2: rank j sends s_j to all: one multicast store if the switch offers it, else a store to each peer
     out_i = s_0, s_1, ..., s_{N-1}
 
-and likewise for other reductions. Floats of up to 32 bits go through sentinel slots, any other data as flag cells.
-
-It wins from the size at which the (N-1) messages that one-shot puts on the link cost more than a second step. Each rank
-sends 2 (N-1)/N of the message.
+and likewise for other reductions. Floats of up to 32 bits go through sentinel slots, any other data as flag cells. Each
+rank sends 2 (N-1)/N of the message.
 
 A program sends all its tiles first. Then it sums and sends one tile while it gathers the previous one. By default a
 program has one tile, and the grid passes over the message as a window (``docs/design/all_reduce.md``).
@@ -24,8 +22,7 @@ from shotcast.device.triton.intrinsics import await_prior_kernel, kernel, releas
 from shotcast.device.triton.reductions import reduce_words, reduced_unless_stopped
 from shotcast.device.triton.words import insert_own, load_words, store_words
 from shotcast.transport.triton import sync
-from shotcast.transport.triton.binding import KernelContext, KernelLaunch, TileShape
-from shotcast.transport.triton.reductions import reduction_arguments
+from shotcast.transport.triton.binding import KernelContext, KernelLaunch, TileShape, reduction_arguments
 from shotcast.transport.triton.sync import Entry
 from shotcast.wire import CallPlan
 

@@ -7,10 +7,8 @@
 Q turns 128 elements, a *block*, into 128 bytes and a scale; D is its inverse. ``docs/reference/numerics.md`` ("FP8
 transport") defines both to the bit, and bounds the error. It wins if the bandwidth of the links sets the time.
 
-Several blocks make a *group*; :mod:`shotcast.transport.triton.fp8_groups` describes how tiles hold its words. A slot
-holds the words of its groups, then their scales. The passes are the same as in
-:mod:`shotcast.transport.triton.two_shot`. A rank's own slice does not travel here either, but it is rounded as if it
-had.
+A slot holds the words of its *groups* of blocks (:mod:`.fp8_groups`), then their scales. A rank's own slice does not
+travel, but it is rounded as if it had.
 """
 
 from __future__ import annotations
@@ -377,10 +375,7 @@ def two_shot_fp8_all_reduce(x, out, entry: Entry, nbytes, slots_at, slots_quads,
 
 
 def compile_options(world_size: int, native_fp8: bool) -> dict[str, int]:
-    """Return as few registers per thread as hold the tiles: more if integer arithmetic converts the values.
-
-    Without a limit, the assembler takes twice as many to reorder loads, and a GPU holds half the warps.
-    """
+    """Return as few registers per thread as hold the tiles; without a limit, the assembler takes twice as many."""
     if world_size <= 4:
         return {"maxnreg": 128}
     return {"maxnreg": 168} if native_fp8 else {}

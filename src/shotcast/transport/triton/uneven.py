@@ -2,12 +2,9 @@
 
     out_i = part_i(x_0), ..., part_i(x_{N-1})      each rank sends part j to rank j
 
-No rank knows the longest part of all before the call, so neither the grid nor the route of the data may depend on it.
-The first bytes of each part, its *head*, go as flag cells in one step, at twice their bytes. In front of them lie the
-size of the part and the number of chunks that its sender has beyond the heads. Program 0 compares the sizes with the
-ones that this rank expects. If some rank has chunks, all ranks pass them through the window, in as many steps as the
-longest part takes; parts that have ended are empty there. The window uses the protocol of :mod:`.few_sms`, except that
-chunk s-1 is taken in step s, after chunk s was sent. All data is exact to the bit.
+The first bytes of each part, its *head*, go as flag cells in one step, and the rest through the window
+(``docs/reference/protocols.md``, "Uneven parts"). In front of a head lie the size of the part and the number of chunks
+that its sender has beyond the heads. All data is exact to the bit.
 """
 
 from __future__ import annotations

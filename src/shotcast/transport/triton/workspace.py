@@ -1,7 +1,4 @@
-"""A workspace: one region of symmetric memory on every rank, with the state of the protocols that use it.
-
-A communicator has one or several, each with its own epochs; calls meet only within the same workspace.
-"""
+"""A workspace: one region of symmetric memory on every rank, with the state of the protocols that use it."""
 
 from __future__ import annotations
 
@@ -28,13 +25,10 @@ if TYPE_CHECKING:
 
 
 class GpuWorkspace:
-    """This rank's side of a workspace.
-
-    The memory has a multicast address on all ranks or on none.
+    """This rank's side of a workspace. The memory has a multicast address on all ranks or on none.
 
     Args:
-        host_address: the address of the host's words (:data:`.layout.HOST_FAULT` and others), which kernels read and
-            write.
+        host_address: the address of the host's words (:data:`.layout.HOST_FAULT` and others).
         nodes: the number of nodes, which all have equally many consecutive ranks.
         blocks_address: the address of the table of all ranks' blocks of tensors.
     """
@@ -111,9 +105,8 @@ class GpuWorkspace:
         cells.fill_((flag - (1 << 32) if flag >> 31 else flag) << 32)
 
     def headers(self, epoch: int) -> list[HeaderWords | None]:
-        """Return the header of each rank's call in ``epoch``, or None if no such header came.
-
-        After a mismatch between a send and a recv, it gives the headers of the two ranks.
+        """Return the header of each rank's call in ``epoch``, or None if no such header came; after a mismatch between
+        a send and a recv, those of the two ranks.
         """
         width = layout.HEADER_WORDS
         record = self._read(layout.MESSAGE_MISMATCH, 2 * width)
@@ -143,9 +136,8 @@ class GpuWorkspace:
         return texts
 
     def stop(self, fault: int) -> None:
-        """Stop the calls of this workspace because of a fault found by another node. Any thread may call it.
-
-        A fault already known here stays, because it causes the ones that follow.
+        """Stop the calls of this workspace because of a fault; one that is already known here stays, as the cause of
+        others.
         """
         if self.stopped:
             return
@@ -173,9 +165,6 @@ class GpuWorkspace:
         self.set_timeout(timeout_s)
 
     def close(self) -> None:
-        """Give the memory back. This rank's calls must have ended; other ranks' calls may not have.
-
-        A second call does nothing.
-        """
+        """Give the memory back. This rank's calls must have ended; other ranks' calls may not have."""
         self._control = self._peers = self._puts = self._cells = torch.empty(0, dtype=torch.int64, device="cpu")
         self.memory.close()
