@@ -71,7 +71,7 @@ def emit(config: EngineConfig, address: str, key: bytes) -> None:
     """Replace :func:`shotcast.engine.worker.worker_main`."""
     with Client(address, authkey=key) as connection:
         client = ClientConnection(connection)
-        client.send(EngineInfo(preset("smollm2-135m"), 8192, 4096, 16, "cpu", "float32", 0.0, 0.0))
+        client.send(EngineInfo(preset("smollm2-135m"), 8192, 4096, "float32", 0.0))
         client.start_heartbeat()
         running: dict[str, Running] = {}
         step_s, following = 0.0, 0.0

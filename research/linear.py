@@ -89,7 +89,7 @@ class Product:
         yield CHOSEN, self.by_own(rows, None)
         if not quick:
             for launch in launches(rows, *self.weights[0].shape, self.fp8):
-                yield str(launch), self.by_own(rows, launch)
+                yield described(launch), self.by_own(rows, launch)
 
     def by_own(
         self, rows: int, launch: GemvConfig | SkinnyGemmConfig | None
@@ -144,11 +144,25 @@ class Product:
 
 
 def launches(rows: int, outputs: int, inputs: int, fp8: bool) -> list[GemvConfig | SkinnyGemmConfig]:
+    """Return the configurations worth measuring; those of several rows are for one to three programs per SM."""
     item = 1 if fp8 else 2
     if rows <= gemv.MAX_ROWS:
-        return list(gemv.candidates(item))
+        warp_columns = 512 // item  # columns that a warp loads with 16 bytes a lane
+        forms = ((2, 4, 1), (4, 4, 1), (8, 4, 1), (4, 2, 1), (4, 4, 2), (2, 8, 1), (4, 8, 1))
+        return [GemvConfig(tile, warp_columns * warps * steps, warps) for tile, warps, steps in forms]
     device = torch.device("cuda", 0)
-    return list(skinny_gemm.candidates(outputs, inputs, item, rows, num_sms(device), shared_memory_per_sm(device)))
+    configs: set[SkinnyGemmConfig] = set()
+    for programs_per_sm in (1, 2, 3):
+        largest = skinny_gemm.max_split_k(outputs, inputs, item, programs_per_sm * num_sms(device))
+        stages = skinny_gemm.max_stages(rows, programs_per_sm, shared_memory_per_sm(device))
+        configs |= {SkinnyGemmConfig(stages, split_k) for split_k in (1, max(1, largest - 1), largest)}
+    return sorted(configs, key=described)
+
+
+def described(launch: GemvConfig | SkinnyGemmConfig) -> str:
+    if isinstance(launch, GemvConfig):
+        return f"{launch.tile}x{launch.columns} w{launch.warps}"
+    return f"{launch.stages} stages, {launch.split_k} parts"
 
 
 def compile_one(rows: int, fp8: bool, gated: bool, launch: GemvConfig | SkinnyGemmConfig) -> None:
@@ -166,7 +180,7 @@ def compile_one(rows: int, fp8: bool, gated: bool, launch: GemvConfig | SkinnyGe
             skinny_gemm.linear(x, weight, skinny_gemm.new_counters(weight), x_scale, scale, None, gated, launch)
         torch.cuda.synchronize()
     except Exception as error:  # reported where it is measured
-        print(f"{launch}: {type(error).__name__}", file=sys.stderr)
+        print(f"{described(launch)}: {type(error).__name__}", file=sys.stderr)
 
 
 def compile_all(models: list[str], rows: list[int]) -> None:

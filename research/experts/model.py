@@ -15,7 +15,7 @@ from shotcast.layers.rope import Rope
 from shotcast.models.config import ModelConfig
 from shotcast.models.config_fields import MAX_COUNT, Fields, count, strings
 from shotcast.models.families import QWEN2, QWEN3, ModelFamily
-from shotcast.models.hf_config import read_hf_config, read_of_family
+from shotcast.models.hf_config import read_hf_config
 
 MAX_EXPERTS = 1 << 16
 """The most experts of a layer. A file with more is damaged."""
@@ -330,7 +330,7 @@ def _expert_model(family: ExpertFamily, config: Fields) -> ExpertModel:
     if isinstance(quantised, Mapping) and quantised.get("quant_method") == "fp8":
         # weights are not read here, and their precision is a question to the plan
         del fields["quantization_config"]
-    base = read_of_family(family.base, fields)
+    base = read_hf_config(fields, family=family.base)
     values: dict[str, Any] = {name: getattr(base, name) for name in ModelConfig.__dataclass_fields__}
     return ExpertModel(**values, experts=family.experts(config, base.layers), latent=latent)
 
@@ -355,7 +355,6 @@ def _mixtral_preset(hidden: int, intermediate: int, layers: int, heads: int, max
         max_position=max_position,
         tied=False,
         family="mixtral",
-        bos=1,
         eos=(2,),
         experts=Experts(number=8, per_token=2, intermediate=intermediate),
     )
@@ -376,7 +375,6 @@ def _qwen3_preset(hidden: int, intermediate: int, layers: int, heads: int, width
         tied=False,
         qk_norm="head",
         family="qwen3_moe",
-        bos=151643,
         eos=(151645,),
         experts=Experts(number=128, per_token=8, intermediate=width),
     )
@@ -395,7 +393,6 @@ _DEEPSEEK = ExpertModel(
     max_position=163840,
     tied=False,
     family="deepseek_v3",
-    bos=0,
     eos=(1,),
     experts=Experts(
         number=256,

@@ -92,7 +92,7 @@ class _Watched:
         began = time.perf_counter()
         if self._now is not None:
             self.times_us.setdefault(self._now, []).append(1e6 * (began - self._began - self._waited))
-        self._now = len(plan.sequences), plan.tokens
+        self._now = len(plan.sequences), sum(len(each.tokens) for each in plan.sequences)
         self._began, self._waited = began, 0.0
         output = self._runner.execute(plan)
         return None if output is None else _WatchedOutput(output, self)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 import shotcast
+from shotcast.engine import load
 from shotcast.engine.config import EngineConfig
-from shotcast.engine.load import _num_cache_blocks
 from shotcast.engine.memory import MemoryBudget
 from shotcast.errors import ConfigError
 
@@ -27,9 +28,6 @@ class FakeMemory:
     @property
     def free(self) -> int:
         return self._free - self.taken
-
-    def release(self) -> None:
-        self.calls.append("release")
 
 
 class FakeRunner:
@@ -55,7 +53,7 @@ def allocate(blocks: int, block_size: int) -> list[SimpleNamespace]:
 def measured_blocks(sequences: int, blocks_each: int, gib_of_first: int = 1) -> tuple[int, list[str]]:
     """Return the blocks that the ranks agree on, and what happened to this rank's trial."""
     config = EngineConfig("m", device="cuda", max_num_seqs=sequences, stamp_every=1)
-    memory = FakeMemory(10 * GIB, 10 * GIB)
+    memory: Any = FakeMemory(10 * GIB, 10 * GIB)
     budget = MemoryBudget.find(config, memory, 1, 0, "bfloat16")
     part: Any = SimpleNamespace(allocate_caches=allocate)
     with shotcast.Communicator(device="cpu") as world:
@@ -63,7 +61,8 @@ def measured_blocks(sequences: int, blocks_each: int, gib_of_first: int = 1) -> 
         def new_runner(num_blocks: int) -> Any:
             return FakeRunner(memory, num_blocks, (gib_of_first + world.rank) * GIB)
 
-        blocks = _num_cache_blocks(config, [part], budget, blocks_each * config.block_size, world, new_runner)
+        with patch.object(load, "_release", lambda: memory.calls.append("release")):
+            blocks = load._num_cache_blocks(config, [part], budget, blocks_each * config.block_size, world, new_runner)
     return blocks, memory.calls
 
 

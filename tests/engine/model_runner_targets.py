@@ -199,9 +199,8 @@ def run_requests(
             counts["pending"] += pending
             if size is None:
                 counts["prompts"] += 1
-                counts["padded prompts"] += (
-                    plan.tokens <= max(prompt_sizes, default=0) and plan.tokens not in prompt_sizes
-                )
+                tokens = sum(len(sequence.tokens) for sequence in plan.sequences)
+                counts["padded prompts"] += tokens <= max(prompt_sizes, default=0) and tokens not in prompt_sizes
                 mixed = any(not sequence.is_new for sequence in plan.sequences if len(sequence.tokens) == 1)
                 counts["mixed"] += mixed
                 counts["pending mixed"] += pending
@@ -217,8 +216,7 @@ def run_requests(
             outstanding.append(async_output)
         output = output_of_last_rank(outstanding.popleft(), comm)
         comm.check()
-        results = output.tokens, output.logprobs, output.prompt_logprobs, output.failures, output.proposals
-        for step_output in scheduler.update(output.number, *results):
+        for step_output in scheduler.update(output):
             found[step_output.request_id].append(step_output)
     stats = scheduler.stats()
     counts |= {"preemptions": stats.preemptions, "proposed": stats.proposed_tokens, "accepted": stats.accepted_tokens}

@@ -105,7 +105,7 @@ class Rank:
                     outstanding.append(runner.execute(plan))
             output = outstanding.popleft().result()
             self.comm.check()
-            for progress in scheduler.update(output.number, output.tokens, output.logprobs):
+            for progress in scheduler.update(output):
                 found[progress.request_id].extend(progress.tokens)
         return list(found.values())
 

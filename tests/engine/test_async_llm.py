@@ -36,7 +36,7 @@ class ScriptedLLM(AsyncLLM):
     def tokenizer(self) -> ScriptedLLM:
         return self
 
-    def _check_prompt(self, prompt: list[int]) -> CheckedPrompt:
+    def check_prompt(self, prompt: list[int]) -> CheckedPrompt:
         return CheckedPrompt(tuple(prompt))
 
     def _send(

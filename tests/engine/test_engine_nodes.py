@@ -96,7 +96,7 @@ def test_a_killed_rank_of_another_host_is_named(
             list(stream)
         os.kill(others.pids[2], signal.SIGKILL)
         started = time.monotonic()
-        while llm._dead is None:
+        while llm.dead is None:
             assert time.monotonic() - started < 50
             time.sleep(0.01)
         with pytest.raises(EngineDead, match=r"rank 3 failed: host .*: its process ended, or its host"):

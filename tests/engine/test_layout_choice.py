@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from shotcast.cli import app
+from shotcast.engine import layout_choice
 from shotcast.engine.config import EngineConfig, max_model_len_of
 from shotcast.engine.layout_choice import LayoutChoice, choose_layout
 from shotcast.engine.llm import LLM
-from shotcast.engine.memory import HostMemory, MemoryBudget
+from shotcast.engine.memory import MemoryBudget
 from shotcast.engine.sampling_params import SamplingParams
 from shotcast.engine.startup import select_device, start_facts
 from shotcast.errors import ConfigError
@@ -481,7 +482,7 @@ def test_cpu_ranks_by_the_calibration_of_the_machine(monkeypatch: pytest.MonkeyP
 
 def test_a_model_that_does_not_fit_into_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     see(monkeypatch)
-    monkeypatch.setattr(HostMemory, "free", 1 << 30)
+    monkeypatch.setattr(layout_choice, "available_bytes", lambda: 1 << 30)
     text = refusal("llama-3.1-8b")
     assert "does not fit on 1 CPU rank. 1x1, which needs least: the weights of a rank take 29.9 GiB as float32" in text
 

@@ -432,7 +432,7 @@ def test_close_with_a_step_in_each_stage_is_no_death(tiny: str) -> None:
     for stream in streams:
         with pytest.raises(EngineDead, match="closed"):
             list(stream)
-    assert llm._dead is None
+    assert llm.dead is None
     assert_gone(llm.pids)
 
 

@@ -113,7 +113,6 @@ def test_the_budget_counts_matrices_as_they_are_kept(
 ) -> None:
     found: list[int] = []
     monkeypatch.setattr(load.MemoryBudget, "find", lambda config, memory, sharers, weights, name: found.append(weights))
-    monkeypatch.setattr(load, "GpuMemory", lambda device: None)
     monkeypatch.setattr(load, "ranks_of_a_gpu", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     model = preset("llama-3.1-405b")

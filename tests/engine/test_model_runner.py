@@ -581,7 +581,7 @@ def test_a_step_with_prompts_is_packed(
     """Check every field that a graph reads, token by token, and that the tiles of each part fit into their room."""
     tables = np.random.default_rng(3).permutation(ROWS * WIDTH).astype(np.int32).reshape(ROWS, WIDTH)
     batch = build_input_batch(plan, tables, BLOCK)
-    size = plan.tokens + padding
+    size = sum(len(each.tokens) for each in plan.sequences) + padding
     bounds = part_bounds(size, parts)
     assert [first for first, _ in bounds] + [size] == [0, *(stop for _, stop in bounds)]
     layout = prefill_layout(size, SAMPLED, [max_tiles(stop - first, ROWS, most) + more for first, stop in bounds])
@@ -650,29 +650,6 @@ def test_a_graph_that_was_not_captured_is_not_replayed() -> None:
     assert calls == [1]
     with pytest.raises(KeyError):
         graphs.get("another")
-
-
-def test_sums_on_few_sms_lie_in_mapped_memory_that_is_made_once() -> None:
-    made: list[torch.Tensor] = []
-
-    def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-        made.append(torch.empty(shape, dtype=dtype))
-        return made[-1]
-
-    model = SimpleNamespace(
-        config=SimpleNamespace(hidden=8),
-        dtype=torch.float16,
-        parallel=SimpleNamespace(comm=SimpleNamespace(empty=empty)),
-    )
-    graphs: Any = object.__new__(PrefillGraphs)
-    graphs._state, graphs._sizes, graphs._sums = SimpleNamespace(model=model), (512, 770), None
-    for size, first in ((770, 385), (512, 256)):
-        parts = graphs._parts_of_sums(size, 2)
-        assert [part.shape for part in parts] == [(first, 8), (size - first, 8)]
-        assert parts[0].data_ptr() == made[0].data_ptr()
-        assert parts[1].data_ptr() == made[0][first:].data_ptr()
-    assert len(made) == 1
-    assert made[0].dtype == torch.float16
 
 
 def test_steps_near_a_measured_size_take_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:

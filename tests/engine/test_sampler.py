@@ -561,19 +561,6 @@ def test_impossible_tokens_are_not_sampled() -> None:
         assert set(samples(row, p, 200).tolist()) == {3, 9}
 
 
-@pytest.mark.parametrize("x", [torch.zeros(2, VOCAB), torch.zeros(1, 4), torch.zeros(1, VOCAB, dtype=torch.bfloat16)])
-def test_other_logits_are_refused(x: torch.Tensor) -> None:
-    sampler = Sampler(1, VOCAB, "cpu", salt=0)
-    sampler.assign(0, params(), "a", ())
-    with pytest.raises(ConfigError, match=r"the logits of 1 rows must be float32 \[1, 32\], not"):
-        sample_all(sampler, x, [0])
-
-
-def test_an_unassigned_slot_is_refused() -> None:
-    with pytest.raises(ConfigError, match="slot 1 is not assigned to a request"):
-        sample_all(Sampler(2, VOCAB, "cpu", salt=0), logits(1), [1])
-
-
 def test_a_salt_of_64_bits_signed() -> None:
     for salt in (-(2**63), 2**63 - 1):
         Sampler(1, 4, "cpu", salt).assign(0, params(), "a", ())

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shotcast.engine.outputs import ModelRunnerOutput
 from shotcast.engine.requests import Request
 from shotcast.engine.sampling_params import SamplingParams
 from shotcast.engine.scheduler import Scheduler, SchedulerConfig
@@ -36,7 +37,8 @@ def planned(stages: int, seed: int, requests: int) -> list[StepPlan]:
             plans.append(plan)
             outstanding.append(plan)
         plan = outstanding.popleft()
-        scheduler.update(plan.number, [draw.randrange(9) for sequence in plan.sequences if sequence.do_sample])
+        tokens = tuple(draw.randrange(9) for sequence in plan.sequences if sequence.do_sample)
+        scheduler.update(ModelRunnerOutput(plan.number, tokens, (None,) * len(tokens)))
     return plans
 
 

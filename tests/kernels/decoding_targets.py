@@ -17,7 +17,8 @@ def unpacked(
     count = packed.shape[0]
     tokens, positions, slots, rows = (torch.full([count], -9) for _ in range(4))
     lengths = torch.full([count], -9, dtype=torch.int32)
-    step_inputs.unpack(packed, last_tokens, tables, block_size, tokens, positions, slots, lengths, rows)
+    batch = step_inputs.BatchTensors(tokens, positions, slots, lengths, rows)
+    step_inputs.unpack(packed, last_tokens, tables, block_size, batch)
     return tokens, positions, slots, lengths, rows, tables
 
 

@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cross
 from quick_interpreter import interpret
-from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.kernels.triton import batch_invariant_gemm, skinny_gemm
 from shotcast.kernels.triton.batch_invariant_gemm import InvariantShape, InvariantTile
 
@@ -121,12 +120,9 @@ def test_what_is_served() -> None:
             assert not batch_invariant_gemm.serves(torch.empty(3, 32, dtype=dtype, device=device), weight)
         odd = torch.empty(6, 24, dtype=BF16, device="cuda")
         assert not batch_invariant_gemm.serves(odd, odd)
+        assert not batch_invariant_gemm.serves(odd, weight)
     cpu = torch.zeros(3, 32, dtype=BF16)
     assert batch_invariant_gemm.linear(cpu[:0], cpu).shape == (0, 3)
-    with pytest.raises(UnsupportedError, match="bfloat16 or float16"):
-        batch_invariant_gemm.linear(cpu.float(), cpu.float())
-    with pytest.raises(ConfigError, match="equally many columns"):
-        batch_invariant_gemm.linear(cpu[:, :16].contiguous(), cpu)
 
 
 # -- compiled ---------------------------------------------------------------------------------------------------------

@@ -7,12 +7,10 @@ from typing import Any
 
 import grouped_targets as targets
 import pytest
-import torch
 from grouped_targets import Case
 
 import cross
 from quick_interpreter import interpret
-from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.kernels.triton import grouped_gemm, grouped_gemv
 from shotcast.kernels.triton.dequantize import dequantize_kernel
 from shotcast.kernels.triton.grouped import step_columns
@@ -56,20 +54,6 @@ def test_layers_multiply_many_rows_by_the_library() -> None:
 @pytest.mark.parametrize(("group", "columns"), [(128, 128), (512, 128), (192, 64), (32, 32), (8, 8), (96, 32)])
 def test_a_step_is_of_one_group(group: int, columns: int) -> None:
     assert step_columns(group) == columns
-
-
-def test_what_is_not_served_is_refused() -> None:
-    (weight, scales, zeros, group), _ = targets.made(CASES[0])
-    counters = grouped_gemm.new_counters(weight)
-    x = torch.zeros(1, 256, dtype=torch.bfloat16)
-    with pytest.raises(UnsupportedError, match="not 65 of"):
-        grouped_gemm.linear(x.repeat(65, 1), weight, counters, scales, zeros, group)
-    with pytest.raises(UnsupportedError, match=r"not 1 of torch\.float32"):
-        grouped_gemm.linear(x.float(), weight, counters, scales, zeros, group)
-    with pytest.raises(ConfigError, match="have the columns of the weight"):
-        grouped_gemm.linear(x[:, :128].contiguous(), weight, counters, scales, zeros, group)
-    with pytest.raises(ConfigError, match="of a multiple of 32 columns, not of 16"):
-        grouped_gemm.linear(x, weight, counters, scales.repeat(8, 1), zeros.repeat(8, 1), 16)
 
 
 # -- compiled ---------------------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cross
 from quick_interpreter import interpret
-from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.kernels.triton import skinny_gemm
 from shotcast.kernels.triton.skinny_gemm import SkinnyGemmConfig, SkinnyShape, skinny_gemm_kernel
 
@@ -63,8 +62,6 @@ def test_launches_fit_and_no_processor_is_promised_more_than_its_share(
     if config.split_k > 1:
         assert config.split_k * -(-outputs // skinny_gemm.TILE) <= 2 * num_sms
         assert config.split_k * 2 * skinny_gemm.STEP_BYTES <= inputs * item + skinny_gemm.STEP_BYTES
-    known = list(skinny_gemm.candidates(outputs, inputs, item, rows, num_sms, kib << 10))
-    assert config in known
 
 
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
@@ -91,22 +88,9 @@ def test_which_products_are_ours(
         left = torch.empty(rows, inputs, dtype=x, device=device)
         right = torch.empty(1536, inputs, dtype=weight, device=device)
         assert skinny_gemm.serves(left, right) == ours
+        assert not skinny_gemm.serves(torch.empty(rows, 16, dtype=x, device=device), right)
         if rows:
             assert not skinny_gemm.serves(torch.empty(inputs, rows, dtype=x, device=device).t(), right)
-
-
-def test_what_is_not_served_is_refused() -> None:
-    weight = torch.zeros(6, 32, dtype=torch.bfloat16)
-    counters = skinny_gemm.new_counters(weight)
-    x = torch.zeros(3, 32, dtype=torch.bfloat16)
-    with pytest.raises(UnsupportedError, match="not 65 of"):
-        skinny_gemm.linear(x[:1].repeat(65, 1), weight, counters)
-    with pytest.raises(UnsupportedError, match=r"not 3 of torch\.bfloat16 with torch\.float8"):
-        skinny_gemm.linear(x, weight.to(torch.float8_e4m3fn), counters)
-    with pytest.raises(ConfigError, match="equally many columns"):
-        skinny_gemm.linear(x[:, :16].contiguous(), weight, counters)
-    with pytest.raises(ConfigError, match="even number"):
-        skinny_gemm.linear(x, weight[:5], counters, gated=True)
 
 
 # -- compiled ---------------------------------------------------------------------------------------------------------

@@ -83,13 +83,7 @@ def test_tensors_are_those_of_transformers(family: str, changes: dict[str, Any])
 def test_what_is_not_said_is_what_transformers_assumes() -> None:
     config = read_hf_config(said(num_key_value_heads=...))
     assert (config.kv_heads, config.norm_eps, config.rope) == (4, 1e-6, Rope(10000.0))
-    assert (config.tied, config.attention_bias, config.dtype, config.eos, config.bos) == (
-        False,
-        False,
-        "float32",
-        (),
-        None,
-    )
+    assert (config.tied, config.attention_bias, config.dtype, config.eos) == (False, False, "float32", ())
     assert read_hf_config(said("qwen3")).head_dim == 128
     assert read_hf_config(said("olmo2")).norm_eps == 1e-5
     assert read_hf_config(said(num_key_value_heads=None)).kv_heads == 4
@@ -251,7 +245,6 @@ def test_longrope() -> None:
 
 def test_end_tokens_of_both_files() -> None:
     assert read_hf_config(said(eos_token_id=2, bos_token_id=1), {"eos_token_id": [5, 2]}).eos == (2, 5)
-    assert read_hf_config(said(bos_token_id=1)).bos == 1
     assert read_hf_config(said(eos_token_id=-1)).eos == ()
 
 
@@ -398,7 +391,6 @@ def test_whatever_is_said_is_refused_or_can_be_computed(
     ("changes", "message"),
     [
         ({"layers": 0}, "layers"),
-        ({"sliding_window": 0}, "sliding_window"),
         ({"rope": Rope(1e4, divisors=(1.0,))}, "4 divisors"),
         ({"norm_eps": 0.0}, "norm_eps must be above 0"),
         ({"norm_eps": math.nan}, "norm_eps must be above 0"),

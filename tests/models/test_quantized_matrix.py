@@ -306,11 +306,8 @@ def test_joined_matrices(tmp_path: Path) -> None:
     assert_agree(run(tmp_path, (3, 1)), wanted)
 
 
-def test_sizes_are_those_of_the_file(saved: dict[str, tuple[Path, Tensors]]) -> None:
-    folder, _ = saved["awq"]
-    checkpoint = SafetensorsFolder(folder)
-    tensors = load_file(folder / "model.safetensors")
-    assert checkpoint.nbytes == sum(tensor.nbytes for tensor in tensors.values())
+def test_the_dtype_is_that_of_the_other_tensors(saved: dict[str, tuple[Path, Tensors]]) -> None:
+    checkpoint = SafetensorsFolder(saved["awq"][0])
     assert checkpoint.config.dtype == "float32"
     checkpoint.close()
 

@@ -37,9 +37,9 @@ WEIGHTS = RandomWeights(TINY)
 @pytest.mark.full
 @given(data=st.data())
 def test_any_part_is_that_part(data: st.DataObject) -> None:
-    name = data.draw(st.sampled_from(sorted(WEIGHTS.names())))
+    name = data.draw(st.sampled_from(sorted(WEIGHTS.shapes)))
     whole = RandomWeights(TINY).read(name)
-    assert tuple(whole.shape) == WEIGHTS.shape(name)
+    assert tuple(whole.shape) == WEIGHTS.shapes[name]
 
     def part(size: int) -> slice:
         first = data.draw(st.integers(0, size))
@@ -58,7 +58,6 @@ def test_any_part_is_that_part(data: st.DataObject) -> None:
 
 def test_values_are_of_the_size_of_real_ones() -> None:
     WEIGHTS.verify()
-    assert WEIGHTS.nbytes == 4 * TINY.parameters
     matrix = WEIGHTS.read("lm_head.weight")
     assert matrix.std().item() == pytest.approx(0.02, rel=0.05)
     assert abs(matrix.mean().item()) < 0.001
@@ -84,9 +83,7 @@ def test_a_part_of_the_largest_model_takes_that_part() -> None:
     assert part.float().std().item() == pytest.approx(0.02, rel=0.05)
 
 
-def test_bad_parts_are_refused() -> None:
-    with pytest.raises(ConfigError, match="no columns"):
-        WEIGHTS.read("model.norm.weight", None, slice(0, 1))
+def test_a_missing_tensor_is_refused() -> None:
     with pytest.raises(ConfigError, match="no tensor 'lm_head'"):
         WEIGHTS.read("lm_head")
 

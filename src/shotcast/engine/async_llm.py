@@ -10,7 +10,6 @@ from os import PathLike
 from typing import Any
 
 from shotcast.engine.client import EngineClient, RequestUpdate
-from shotcast.engine.grammar import Grammar
 from shotcast.engine.output_processor import OutputProcessor
 from shotcast.engine.outputs import OutputCallback, RequestOutput
 from shotcast.engine.requests import CheckedPrompt
@@ -39,34 +38,6 @@ class AsyncLLM(EngineClient):
     def model_name(self) -> str:
         """The model, as it was given."""
         return self.config.model
-
-    @property
-    def vocab(self) -> int:
-        """The number of tokens that the model may sample."""
-        return self._info.model.vocab
-
-    def check_grammar(self, grammar: Grammar) -> None:
-        """Check that a grammar can be compiled, and have the ranks compile it. Any thread may call this.
-
-        Raises:
-            ConfigError: the grammar cannot be compiled, or the model's tokenizer does not support grammars.
-        """
-        self._check_grammar(grammar)
-
-    @property
-    def dead(self) -> EngineDead | None:
-        """Why the engine has died; None while it is alive and after :meth:`close`."""
-        return self._dead
-
-    def check_prompt(self, prompt: str | Sequence[int]) -> CheckedPrompt:
-        """Check a prompt and return its token ids, for several calls of :meth:`start`.
-
-        Tokenizing and checking a long prompt takes time, so servers call this on a separate thread.
-
-        Raises:
-            ConfigError: the prompt cannot be served.
-        """
-        return self._check_prompt(prompt)
 
     def start(
         self,
@@ -122,18 +93,7 @@ class AsyncLLM(EngineClient):
 
     async def wait_dead(self) -> EngineDead:
         """Wait until the engine dies, and return why."""
-        loop = asyncio.get_running_loop()
-        death: asyncio.Future[EngineDead] = loop.create_future()
-
-        def set_result(dead: EngineDead) -> None:
-            if not death.done():
-                death.set_result(dead)
-
-        def on_death(dead: EngineDead) -> None:
-            loop.call_soon_threadsafe(set_result, dead)
-
-        self._on_death(on_death)
-        return await death
+        return await asyncio.shield(asyncio.wrap_future(self._death))  # cancelling this wait must not cancel others
 
     async def close(self) -> None:
         """End the ranks."""

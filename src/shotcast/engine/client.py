@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener
@@ -99,7 +100,9 @@ class EngineClient:
     pids: list[int]
     """Process ids of the ranks."""
 
-    _dead: EngineDead | None = None
+    dead: EngineDead | None = None
+    """Why the engine has died; None while it is alive, and after it was closed."""
+
     _info: EngineInfo
 
     def __init__(self, model: str | PathLike[str], **options: Any):
@@ -147,7 +150,7 @@ class EngineClient:
         self._timeout_reason = ""
         self._callbacks: dict[str, UpdateCallback] = {}
         self._lock = threading.Lock()
-        self._death_callbacks: list[Callable[[EngineDead], None]] = []
+        self._death: Future[EngineDead] = Future()
         self._next_id = itertools.count()
         self._stats = EngineStats()
         key = secrets.token_bytes(32)
@@ -188,7 +191,7 @@ class EngineClient:
         except BaseException:
             self._close()
             raise
-        if (dead := self._dead) is not None:
+        if (dead := self.dead) is not None:
             self._close()
             raise dead.__cause__ if isinstance(dead.__cause__, ConfigError | UnsupportedError) else dead
 
@@ -206,6 +209,11 @@ class EngineClient:
         """The maximum number of tokens of a prompt and its output."""
         return self._info.max_model_len
 
+    @property
+    def vocab(self) -> int:
+        """The number of tokens that the model may sample."""
+        return self._info.model.vocab
+
     def default_params(self) -> SamplingParams:
         """Return the sampling parameters for requests that give none."""
         return SamplingParams(**self.sampling_defaults)
@@ -216,7 +224,7 @@ class EngineClient:
 
     def __repr__(self) -> str:
         config = self.config
-        state = "closed" if self._closing else "running" if self._dead is None else "dead"
+        state = "closed" if self._closing else "running" if self.dead is None else "dead"
         layout = f"layout={config.tensor_parallel}x{config.pipeline_parallel}"
         return f"{type(self).__name__}({config.model!r}, {layout}, device={config.device}, {state})"
 
@@ -246,30 +254,30 @@ class EngineClient:
     def _has_tokenizer(self) -> bool:
         return not self.config.model.startswith(RANDOM) and not isinstance(self._tokenizer, ConfigError)
 
-    def _check_prompt(self, prompt: str | Sequence[int]) -> CheckedPrompt:
-        """Check a prompt and return its token ids. Any thread may call this. Raises ConfigError if the prompt is empty,
-        too long, or contains values that are not token ids.
+    def check_prompt(self, prompt: str | Sequence[int]) -> CheckedPrompt:
+        """Check a prompt and return its token ids, for one request or several. Raises ConfigError if the prompt is
+        empty, too long, or contains values that are not token ids.
+
+        Any thread may call this; tokenizing and checking a long prompt takes time.
         """
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         tokens = checked_token_ids(ids, "the prompt")
         max_output_tokens(len(tokens), self._info.max_model_len)
-        vocab = self._info.model.vocab
-        if max(tokens) >= vocab:
-            raise ConfigError(f"the prompt holds {max(tokens)}; its token ids must be from 0 to {vocab - 1}")
+        if max(tokens) >= self.vocab:
+            raise ConfigError(f"the prompt holds {max(tokens)}; its token ids must be from 0 to {self.vocab - 1}")
         return CheckedPrompt(tokens)
 
     def _check_params(self, params: SamplingParams) -> None:
         """Check the tokens and the grammar in sampling parameters. Any thread may call this; a grammar may take a
         while. Raises ConfigError if a token is not in the vocabulary, or the grammar cannot be compiled.
         """
-        vocab = self._info.model.vocab
         for name, token in params.named_tokens:
-            if token >= vocab:
-                raise ConfigError(f"{name} holds {token}; its token ids must be from 0 to {vocab - 1}")
+            if token >= self.vocab:
+                raise ConfigError(f"{name} holds {token}; its token ids must be from 0 to {self.vocab - 1}")
         if params.grammar is not None:
-            self._check_grammar(params.grammar)
+            self.check_grammar(params.grammar)
 
-    def _check_grammar(self, grammar: Grammar) -> None:
+    def check_grammar(self, grammar: Grammar) -> None:
         """Check that a grammar can be compiled, and have the ranks compile it. Any thread may call this. Raises
         ConfigError if the grammar cannot be compiled, or the model's tokenizer does not support grammars.
         """
@@ -293,7 +301,7 @@ class EngineClient:
         """Start a request whose updates go to ``on_update``; return the object that turns them into its output."""
         if params.is_constrained:
             self._check_params(params)
-        tokens = (prompt if isinstance(prompt, CheckedPrompt) else self._check_prompt(prompt)).tokens
+        tokens = (prompt if isinstance(prompt, CheckedPrompt) else self.check_prompt(prompt)).tokens
         tokenizer = self.tokenizer if isinstance(prompt, str) or params.stop or self._has_tokenizer else None
         processor = OutputProcessor(request_id, tokens, params, tokenizer, self._end_tokens, detokenize_at_end)
         self._send(request_id, tokens, params, on_update)
@@ -304,8 +312,8 @@ class EngineClient:
     ) -> None:
         """Send a request to rank 0. ``on_update`` gets its updates until it ends."""
         with self._lock:
-            if self._dead is not None:
-                raise self._dead
+            if self.dead is not None:
+                raise self.dead
             if self._closing:
                 raise EngineDead("it was closed")
             if request_id in self._callbacks:
@@ -316,16 +324,8 @@ class EngineClient:
     def _abort(self, request_id: str) -> None:
         """Abort a request; its callback gets a last update. Does nothing if the request has ended."""
         with self._lock:
-            if self._dead is None and not self._closing and request_id in self._callbacks:
+            if self.dead is None and not self._closing and request_id in self._callbacks:
                 self._outgoing.put(AbortRequest(request_id))
-
-    def _on_death(self, callback: Callable[[EngineDead], None]) -> None:
-        """Call ``callback`` when the ranks die, or at once if they are dead."""
-        with self._lock:
-            if self._dead is None:
-                self._death_callbacks.append(callback)
-                return
-        callback(self._dead)
 
     # -- threads ------------------------------------------------------------------------------------------------------
 
@@ -409,14 +409,12 @@ class EngineClient:
             if self._closing:
                 self._loaded.set()
                 return
-            self._dead = EngineDead(reason)
-            self._dead.__cause__ = failure.__cause__ if failure is not None and failure.__cause__ else failure
+            self.dead = EngineDead(reason)
+            self.dead.__cause__ = failure.__cause__ if failure is not None and failure.__cause__ else failure
             callbacks, self._callbacks = self._callbacks, {}
-            death_callbacks, self._death_callbacks = self._death_callbacks, []
         for name, on_update in callbacks.items():
-            on_update([RequestUpdate(name, self._dead, time.perf_counter())])
-        for on_death in death_callbacks:
-            on_death(self._dead)
+            on_update([RequestUpdate(name, self.dead, time.perf_counter())])
+        self._death.set_result(self.dead)
         self._loaded.set()
 
     # -- the end ------------------------------------------------------------------------------------------------------

@@ -206,24 +206,15 @@ class DecodeGraphs:
         return self._graphs.get_or_capture(("decode", size, stamped), lambda: self._compute(size, stamped), stamped)
 
     def _compute(self, size: int, stamped: bool) -> None:
-        from shotcast.kernels.triton.step_inputs import unpack
+        from shotcast.kernels.triton.step_inputs import BatchTensors, unpack
 
         state, part = self._state, slice(0, size)
         tokens, positions, slots = self._tokens[part], self._positions[part], self._cache_slots[part]
         lengths, rows = self._lengths[part], self._rows[part]
         logits = None if state.logits is None else state.logits.rows(part)
         with state.model.parallel.timer.step():
-            unpack(
-                self._packed[part],
-                state.last_tokens,
-                state.block_tables,
-                state.block_size,
-                tokens,
-                positions,
-                slots,
-                lengths,
-                rows,
-            )
+            filled = BatchTensors(tokens, positions, slots, lengths, rows)
+            unpack(self._packed[part], state.last_tokens, state.block_tables, state.block_size, filled)
             batch = Batch(tokens, positions, slots, size, rows, lengths, None, None, state.block_tables, None, logits)
             result = state.model(batch, state.caches)
             if result is not None:

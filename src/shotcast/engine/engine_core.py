@@ -103,7 +103,7 @@ def scheduler_config(config: EngineConfig, info: EngineInfo, lookahead: int) -> 
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_prompt_step_tokens=config.max_step_tokens,
-        block_size=info.block_size,
+        block_size=config.block_size,
         num_blocks=info.kv_blocks,
         max_model_len=info.max_model_len,
         prefix_caching=config.prefix_caching,
@@ -157,20 +157,14 @@ class EngineCore:
                 outstanding.append((plan, self._runner.execute(plan)))
             if not outstanding:
                 continue
-            plan, pending = outstanding.popleft()
+            _, pending = outstanding.popleft()
             output = self._channel.recv_output(self._stage_timeout_s) if pending is None else pending.result()
             self._check()
-            assert output.number == plan.number
-            results = output.tokens, output.logprobs, output.prompt_logprobs, output.failures, output.proposals
-            outputs = self._scheduler.update(output.number, *results)
-            self._client.send(EngineCoreOutputs.pack(outputs, self._stats()))
+            self._client.send(EngineCoreOutputs.pack(self._scheduler.update(output), self._stats()))
 
     def _stats(self) -> EngineStats:
-        return replace(
-            self._scheduler.stats(),
-            step_s=self._runner.step_s,
-            communication_s=self._runner.communication_s,
-        )
+        runner = self._runner
+        return replace(self._scheduler.stats(), step_s=runner.step_s, communication_s=runner.communication_s)
 
     def _take_messages(self, wait: bool) -> bool:
         """Process the client's messages that have arrived. Return False when the engine should stop.

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 
 from shotcast import env
 from shotcast.engine.config import EngineConfig, max_model_len_of, parse_workload
-from shotcast.engine.memory import HostMemory, KnownMemory, MemoryBudget, require_one_sequence
+from shotcast.engine.memory import KnownMemory, MemoryBudget, require_one_sequence
 from shotcast.errors import ConfigError
 from shotcast.hardware import catalog, detect
 from shotcast.hardware.detect import GpuFacts
 from shotcast.models.config import ModelConfig
-from shotcast.models.memory_estimate import require_division
+from shotcast.models.memory_estimate import available_bytes, require_division
 from shotcast.planner import machine as planned_machine
 from shotcast.planner import report
 from shotcast.planner.calibration import Calibration
@@ -146,7 +146,7 @@ def _find_machine(config: EngineConfig) -> _Machine:
         ranks = asked or len(gpus)
         gpus = gpus[: local or ranks]
         return _Machine(gpus, (ranks,), hosts, KnownMemory(min(gpu.memory_bytes for gpu in gpus)))
-    free = KnownMemory(HostMemory().free)
+    free = KnownMemory(available_bytes())
     calibration = planned_machine.own_calibration()
     unmeasured = _unmeasured(config, calibration, asked, hosts)
     if unmeasured or calibration is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import TracebackType
 
 from shotcast.engine.client import EngineClient, RequestUpdate
 from shotcast.engine.messages import SetStampEvery
@@ -49,7 +48,7 @@ class LLM(EngineClient):
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
             raise ConfigError(f"stamp_every must be a whole number of at least 0, not {steps!r}")
         with self._lock:
-            if self._dead is None and not self._closing:
+            if self.dead is None and not self._closing:
                 self._outgoing.put(SetStampEvery(steps))
 
     def generate(
@@ -129,9 +128,7 @@ class LLM(EngineClient):
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from shotcast.collectives.rank_device import gpu_of, ranks_of_a_gpu
 from shotcast.engine.config import EngineConfig, max_model_len_of
 from shotcast.engine.cuda_graphs import decode_capture_sizes, prefill_capture_sizes
 from shotcast.engine.draft_model import DraftModel
-from shotcast.engine.memory import GpuMemory, HostMemory, MemoryBudget, require_one_sequence
+from shotcast.engine.memory import DeviceMemory, MemoryBudget, require_one_sequence
 from shotcast.engine.messages import EngineInfo
 from shotcast.engine.model_runner import ModelRunner
 from shotcast.errors import UnsupportedError
@@ -108,7 +109,7 @@ def load(
         stack.callback(runner.close)
         runner.capture(stamped=config.stamp_every > 0)
     capture_s = time.perf_counter() - started
-    info = EngineInfo(model, max_model_len, blocks, config.block_size, device, dtype_name, capture_s)
+    info = EngineInfo(model, max_model_len, blocks, dtype_name, capture_s)
     return runner, info, world, comm
 
 
@@ -222,8 +223,7 @@ def _memory_budget(config: EngineConfig, model: ModelConfig, dtype: torch.dtype)
         with contextlib.closing(open_checkpoint(config.speculation.model)) as checkpoint:
             weights += bytes_of(checkpoint.config, config.tensor_parallel, 1)
     dtype_name = config.quantization or str(dtype).removeprefix("torch.")
-    memory = GpuMemory(_device_of(config)) if on_gpu else HostMemory()
-    return MemoryBudget.find(config, memory, sharers, weights, dtype_name)
+    return MemoryBudget.find(config, DeviceMemory(_device_of(config)), sharers, weights, dtype_name)
 
 
 def _num_cache_blocks(
@@ -263,7 +263,7 @@ def _measure(
     Graphs of this trial refer to its cache, so they are captured again on the real one.
     """
     largest = f"running the largest step ({config.max_step_tokens} tokens, {config.max_num_seqs} sequences)"
-    budget.memory.release()  # what was needed only to read the weights
+    _release()  # what was needed only to read the weights
     with budget.explained(largest, "Lower max_num_batched_tokens or max_num_seqs, or use more ranks"):
         trial = new_runner(1)
         try:
@@ -274,8 +274,15 @@ def _measure(
         finally:
             trial.close()
     del trial
-    budget.memory.release()
+    _release()
     return room
+
+
+def _release() -> None:
+    """Free the memory that nothing uses any more."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 @contextlib.contextmanager

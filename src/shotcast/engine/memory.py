@@ -9,7 +9,6 @@ and other processes need memory too.
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import math
 from collections.abc import Callable, Iterator
@@ -30,39 +29,20 @@ _OUT_OF_MEMORY = "out of memory", "can't allocate memory"
 """Error texts of PyTorch and drivers for lack of memory."""
 
 
-class GpuMemory:
-    """The memory of a GPU, shared by all ranks on it."""
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """The memory of a device, which its ranks share: a GPU's, or of this machine or this process's control group."""
 
-    def __init__(self, device: torch.device):
-        self._device = device
+    device: torch.device
 
     @property
     def total(self) -> int:
-        return torch.cuda.mem_get_info(self._device)[1]
+        return torch.cuda.mem_get_info(self.device)[1] if self.device.type == "cuda" else self.free
 
     @property
     def free(self) -> int:
         """The bytes not held by any process."""
-        return torch.cuda.mem_get_info(self._device)[0]
-
-    def release(self) -> None:
-        gc.collect()
-        torch.cuda.empty_cache()
-
-
-class HostMemory:
-    """The memory of this machine, or of this process's control group."""
-
-    @property
-    def total(self) -> int:
-        return self.free
-
-    @property
-    def free(self) -> int:
-        return available_bytes()
-
-    def release(self) -> None:
-        gc.collect()
+        return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else available_bytes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,18 +55,12 @@ class KnownMemory:
     def free(self) -> int:
         return self.total
 
-    def release(self) -> None:
-        """Do nothing, since nothing is held."""
-
-
-DeviceMemory = GpuMemory | HostMemory | KnownMemory
-
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
     """The memory of a rank, as found before it loads anything."""
 
-    memory: DeviceMemory  # the device's
+    memory: DeviceMemory | KnownMemory  # the device's
     free: int  # the bytes of the device that were free
     sharers: int  # the number of ranks on the device
     limit: int  # the bytes that this rank may use
@@ -96,7 +70,9 @@ class MemoryBudget:
     measured: bool  # the cache gets what is left when steps have been run; otherwise it is estimated
 
     @classmethod
-    def find(cls, config: EngineConfig, memory: DeviceMemory, sharers: int, weights: int, dtype: str) -> MemoryBudget:
+    def find(
+        cls, config: EngineConfig, memory: DeviceMemory | KnownMemory, sharers: int, weights: int, dtype: str
+    ) -> MemoryBudget:
         """Find a rank's limit. Raises ConfigError if the memory is not free, or weights or the cache do not fit.
 
         Args:

@@ -20,8 +20,6 @@ class EngineInfo:
     model: ModelConfig
     max_model_len: int
     kv_blocks: int
-    block_size: int
-    device: str
     dtype: str
     capture_s: float
 

@@ -356,11 +356,7 @@ class ModelRunner:
         return logits.rows(index) if indices else None
 
     def _sample(
-        self,
-        plan: StepPlan,
-        logits: Logits | None,
-        best_is_stored: bool,
-        target_logprobs: Sequence[torch.Tensor] = (),
+        self, plan: StepPlan, logits: Logits | None, best_is_stored: bool, target_logprobs: Sequence[torch.Tensor] = ()
     ) -> AsyncModelRunnerOutput:
         """Sample the next tokens from ``logits``, the rows of the sequences that sample.
 

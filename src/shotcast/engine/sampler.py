@@ -129,7 +129,7 @@ class Sampler:
         self.vocab = vocab
         self.device = torch.device(device)
         self._salt = salt
-        self._requests: list[tuple[str, SamplingParams] | None] = [None] * max_slots
+        self._params = [SamplingParams()] * max_slots
         self._seeds = [0] * max_slots
         self._positions = [0] * max_slots
         # int32 [max_slots, vocab] as in apply_penalties, once a request has penalties
@@ -151,7 +151,7 @@ class Sampler:
         reserved all the memory that sampling may need; with ``proposals``, sample again with that many in the step."""
         if not self._kernels:
             return
-        slots = range(len(self._requests))
+        slots = range(len(self._params))
         sampler = Sampler(len(slots), self.vocab, self.device, 0, kernels=True)
         params = SamplingParams(top_k=1, presence_penalty=1.0, logprobs=MAX_LOGPROBS, logit_bias={0: 1.0})
         for slot in slots:
@@ -176,13 +176,13 @@ class Sampler:
 
         A repetition penalty also needs its prompt, and ``min_tokens`` the tokens that would end it.
         """
-        self._requests[slot] = request_id, params
+        self._params[slot] = params
         self.constraints.assign(slot, params, output, end_tokens)
         self._seeds[slot] = derived_seed(request_id, self._salt) if params.seed is None else params.seed
         self._positions[slot] = len(output)
         if params.has_penalties:
             if self._counts is None:
-                self._counts = torch.zeros(len(self._requests), self.vocab, dtype=torch.int32, device=self.device)
+                self._counts = torch.zeros(len(self._params), self.vocab, dtype=torch.int32, device=self.device)
             counts = np.bincount(np.array(output, np.int64), minlength=self.vocab).astype(np.int32)
             counts[np.array(prompt, np.int64)] |= PROMPT_TOKEN
             self._counts[slot] = copy_to_device([counts], self.device)[0]
@@ -209,8 +209,6 @@ class Sampler:
 
         The position in an output moves by one; :meth:`advance` moves it by the accepted proposals.
 
-        Raises ConfigError if the logits have another shape or dtype, or a slot is not assigned.
-
         Args:
             logits: float32 [rows, vocab], contiguous if a row has a bias; restored on return.
             slots: distinct assigned slots.
@@ -220,12 +218,7 @@ class Sampler:
             drafts: the proposals of each slot, which has one more row than proposals; () for one row per slot.
         """
         rows = _Rows.of(slots, drafts or [()] * len(slots))
-        if logits.shape != (len(rows.slots), self.vocab) or logits.dtype != torch.float32:
-            raise ConfigError(
-                f"the logits of {len(rows.slots)} rows must be float32 {[len(rows.slots), self.vocab]}, "
-                f"not {str(logits.dtype).removeprefix('torch.')} {list(logits.shape)}"
-            )
-        params = [self._params(slot) for slot in rows.slots]
+        params = [self._params[slot] for slot in rows.slots]
         constraints = self.constraints.next(slots, self._positions, rows.drafts)
         takes_best = constraints is None and all(p.greedy and not p.has_penalties for p in params)
         verifies = len(rows.slots) > len(slots)
@@ -311,12 +304,6 @@ class Sampler:
         flat.index_copy_(0, index, before + values)
         yield
         flat.index_copy_(0, index, before)
-
-    def _params(self, slot: int) -> SamplingParams:
-        request = self._requests[slot]
-        if request is None:
-            raise ConfigError(f"slot {slot} is not assigned to a request")
-        return request[1]
 
     def _index(self, values: Sequence[int]) -> torch.Tensor:
         return copy_to_device([np.array(values, np.int64)], self.device)[0]

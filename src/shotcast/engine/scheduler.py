@@ -15,14 +15,14 @@ values of rejected proposals; the blocks stay with the sequence.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain, islice, repeat
 from math import isnan
 from typing import NamedTuple
 
 from shotcast.engine.block_manager import BlockManager
-from shotcast.engine.outputs import EngineCoreOutput, EngineStats, FinishReason, TokenLogprob
+from shotcast.engine.outputs import EngineCoreOutput, EngineStats, FinishReason, ModelRunnerOutput
 from shotcast.engine.requests import Request, max_output_tokens
 from shotcast.engine.sequence import SequenceState
 from shotcast.engine.speculation import Speculation, num_accepted
@@ -48,17 +48,6 @@ class SchedulerConfig:
     pipeline: int = 1  # pipeline stages, which work on different plans at the same time
     eos: tuple[int, ...] = ()  # the model's end tokens
     max_prompt_step_tokens: int = 0  # tokens of a step at most while no sequence decodes; 0 for as many as otherwise
-
-    def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks", "pipeline"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.max_model_len < 2:
-            raise ConfigError(
-                f"max_model_len must be at least 2 (a prompt token and an output token), not {self.max_model_len}"
-            )
-        if self.lookahead not in (0, 1):
-            raise ConfigError(f"lookahead must be 0 or 1, not {self.lookahead}")
 
 
 class _OutstandingPlan(NamedTuple):
@@ -109,15 +98,6 @@ class Scheduler:
         """
         return len(self._running) + len(self._waiting)
 
-    @property
-    def outstanding(self) -> int:
-        return len(self._outstanding)
-
-    @property
-    def oldest_outstanding(self) -> int | None:
-        """The number of the plan whose results :meth:`update` expects next."""
-        return self._outstanding[0].number if self._outstanding else None
-
     def stats(self) -> EngineStats:
         """Return the counters, without times."""
         return EngineStats(
@@ -134,12 +114,10 @@ class Scheduler:
         self._eos |= frozenset(tokens)
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises ConfigError if the prompt is empty, or too long for the model or the cache, or if an
-        unfinished request has the same id.
+        """Queue a request whose id no unfinished one has. Raises ConfigError if the prompt is empty, or too long for
+        the model or the cache.
         """
         config, prompt = self.config, len(request.prompt)
-        if request.request_id in self._running or request.request_id in self._waiting:
-            raise ConfigError(f"there is an unfinished request {request.request_id!r} already; use another id")
         max_output_tokens(prompt, config.max_model_len)
         sequence = SequenceState.from_request(request, config.max_model_len)
         # The last sampled token is never computed.
@@ -428,46 +406,26 @@ class Scheduler:
                 self._blocks.publish(sequence.blocks[block], sequence.digests[block])
             sequence.num_published_blocks = full
 
-    def update(
-        self,
-        number: int,
-        tokens: Sequence[int],
-        logprobs: Sequence[TokenLogprob | None] | None = None,
-        prompt_logprobs: Sequence[TokenLogprob] = (),
-        failures: Sequence[tuple[int, str]] = (),
-        proposals: Sequence[tuple[int, ...]] = (),
-    ) -> list[EngineCoreOutput]:
-        """Process the results of plan ``number``: a token for each sampling sequence, in order, then the tokens after
-        each of its proposals.
+    def update(self, output: ModelRunnerOutput) -> list[EngineCoreOutput]:
+        """Process the output of the oldest outstanding plan.
 
         A request whose token is INVALID_TOKEN ends with an error, and its cache blocks are not reused. A request among
-        ``failures`` ends with that error.
+        the ``failures`` ends with that error.
 
-        Returns the outputs of the requests that sampled, without the ones that have ended meanwhile. Raises ConfigError
-        if the plan is not the oldest outstanding one, or if it samples another number of tokens.
+        Returns the outputs of the requests that sampled, without the ones that have ended meanwhile.
         """
-        if number != self.oldest_outstanding:
-            raise ConfigError(f"the oldest outstanding plan is {self.oldest_outstanding}, not {number}")
-        plan = self._outstanding[0]
-        sampling, targets = plan.sampling, plan.targets
-        rows = len(sampling) + sum(len(drafts) for _, drafts in sampling)
-        if len(tokens) != rows or (logprobs is not None and len(logprobs) != rows):
-            got = f"{len(tokens)}" + ("" if logprobs is None else f" with {len(logprobs)} log-probabilities")
-            raise ConfigError(f"plan {number} samples {rows} tokens, not {got}")
-        wanted = sum(count for _, _, count in targets)
-        if len(prompt_logprobs) != wanted:
-            raise ConfigError(f"plan {number} reports {wanted} tokens of prompts, not {len(prompt_logprobs)}")
-        self._outstanding.popleft()
-        entries = iter(prompt_logprobs)
-        for sequence, start, count in targets:
+        plan = self._outstanding.popleft()
+        assert output.number == plan.number
+        entries = iter(output.prompt_logprobs)
+        for sequence, start, count in plan.targets:
             # A prompt that was preempted is computed again, maybe in other chunks.
             sequence.prompt_logprobs[start : start + count] = islice(entries, count)
         outputs = []
-        reasons, row = dict(failures), 0
-        for (sequence, drafts), reported in zip(sampling, chain(proposals, repeat(())), strict=False):
+        reasons, row = dict(output.failures), 0
+        for (sequence, drafts), reported in zip(plan.sampling, chain(output.proposals, repeat(())), strict=False):
             sequence.reported = reported
             if not sequence.ended:
-                outputs.append(self._take(sequence, drafts, row, tokens, logprobs, reasons))
+                outputs.append(self._take(sequence, drafts, row, output, reasons))
             row += 1 + len(drafts)
         if self._speculation is not None:
             self._measure(plan, sum(len(output.tokens) for output in outputs))
@@ -478,12 +436,12 @@ class Scheduler:
         sequence: SequenceState,
         drafts: tuple[int, ...],
         row: int,
-        tokens: Sequence[int],
-        logprobs: Sequence[TokenLogprob | None] | None,
+        results: ModelRunnerOutput,
         reasons: dict[int, str],
     ) -> EngineCoreOutput:
         """Process the tokens of a sequence, from number ``row`` up to the token after the last accepted one of its
-        ``drafts``; the other arguments are as in :meth:`update`."""
+        ``drafts``; ``reasons`` are the failures by row."""
+        tokens = results.tokens
         first = len(sequence.tokens) == sequence.prompt_length
         sequence.num_pending -= 1
         accepted = 0
@@ -519,8 +477,8 @@ class Scheduler:
         new_tokens = tuple(tokens[row:stop])
         self._totals["output_tokens"] += len(new_tokens)
         entries = None
-        if logprobs is not None and logprobs[row] is not None:
-            entries = tuple(entry for entry in logprobs[row:stop] if entry is not None)
+        if results.logprobs[row] is not None:
+            entries = tuple(entry for entry in results.logprobs[row:stop] if entry is not None)
         output = EngineCoreOutput(
             sequence.request_id,
             new_tokens,

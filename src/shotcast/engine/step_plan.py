@@ -71,10 +71,6 @@ class StepPlan(NamedTuple):
     prepares: Vocabulary | Grammar | None = None
 
     @property
-    def tokens(self) -> int:
-        return sum(len(sequence.tokens) for sequence in self.sequences)
-
-    @property
     def do_sample(self) -> bool:
         """Return whether the step samples a token for any of its sequences."""
         return any(sequence.do_sample for sequence in self.sequences)

@@ -98,33 +98,14 @@ class Attention:
         if batch.tiles is not None:
             from shotcast.kernels.triton.prompt_attention import attend
 
-            attend(
-                self._rotate(qkv, cache, batch, slice(None)),
-                cache.keys,
-                cache.values,
-                batch.block_tables,
-                batch.tiles.table,
-                batch.tiles.max_tokens,
-                self._first_heads,
-                self._group,
-                cache.block_size,
-                self.window,
-                out,
-                *self._scoring,
-                cache.scales,
-            )
+            queries = self._rotate(qkv, cache, batch, slice(None))
+            tiles = batch.block_tables, *batch.tiles, self._first_heads, self._group, cache.block_size, self.window
+            attend(queries, cache.keys, cache.values, *tiles, out, *self._scoring, cache.scales)
         paged = cache.keys, cache.values, batch.block_tables, batch.table_rows, batch.seq_lens
         if self._paged_decoding is not None and num_decodes:
-            options = (
-                cache.block_size,
-                self.window,
-                out[:num_decodes],
-                self._norms,
-                self._eps,
-                *self._scoring,
-                cache.scales,
-            )
-            self._paged_decoding(qkv[:num_decodes], self._cosines, self._sines, *paged, *options)
+            rest_of_cache = cache.block_size, self.window, out[:num_decodes]
+            options = self._norms, self._eps, *self._scoring, cache.scales
+            self._paged_decoding(qkv[:num_decodes], self._cosines, self._sines, *paged, *rest_of_cache, *options)
         elif num_decodes:
             from shotcast.kernels.cpu.attention import decode
 
@@ -155,15 +136,8 @@ class Attention:
     def _rotate(self, qkv: torch.Tensor, cache: KVCache, batch: Batch, part: slice) -> torch.Tensor:
         """Return rotated queries [tokens, heads, head_dim], and write keys and values to the cache."""
         queries = self._new_heads(qkv, cache)
-        rotation = (
-            self._cosines,
-            self._sines,
-            batch.positions[part],
-            batch.slot_mapping[part],
-            cache.keys,
-            cache.values,
-            queries,
-        )
+        places = batch.positions[part], batch.slot_mapping[part]
+        rotation = self._cosines, self._sines, *places, cache.keys, cache.values, queries
         if self._paged_decoding is None:
             from shotcast.kernels.cpu.attention import rotate_into_cache
 

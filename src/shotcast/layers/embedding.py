@@ -22,13 +22,7 @@ class VocabParallelEmbedding:
     """
 
     def __init__(
-        self,
-        weights: Weights,
-        name: str,
-        vocab: int,
-        parallel: Parallel,
-        scale: float = 1.0,
-        logit_cap: float = 0.0,
+        self, weights: Weights, name: str, vocab: int, parallel: Parallel, scale: float = 1.0, logit_cap: float = 0.0
     ):
         self._parallel = parallel
         parts = partition(vocab, parallel.size, VOCAB_UNIT)

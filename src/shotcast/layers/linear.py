@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 from shotcast.errors import ConfigError
 from shotcast.kernels.activation import Activation
 from shotcast.layers import quantized
-from shotcast.layers.quantized import BlockRows, Float8Rows, GroupedRows, join
+from shotcast.layers.quantized import BlockRows, Float8Rows, GroupedRows
 from shotcast.layers.weights import Matrix, Weights
 
 
@@ -183,11 +183,14 @@ def _joined(matrices: list[Matrix], dtype: torch.dtype) -> Matrix | list[BlockRo
     matrices = [matrix.values(dtype) if isinstance(matrix, BlockRows) else matrix for matrix in matrices]
     if len({type(matrix) for matrix in matrices}) > 1:
         raise ConfigError("some matrices of a layer are quantized and others are not, which is not supported on GPUs")
-    grouped = [matrix for matrix in matrices if isinstance(matrix, GroupedRows)]
-    quantized = [matrix for matrix in matrices if isinstance(matrix, Float8Rows)]
-    if grouped:
-        return join(grouped)
-    if quantized:
-        values, scales = zip(*quantized, strict=True)
+    if isinstance(matrices[0], torch.Tensor):
+        return torch.cat(matrices)  # type: ignore[arg-type]
+    values, scales, *others = (list(parts) for parts in zip(*matrices, strict=True))
+    if not others:
         return Float8Rows(torch.cat(values), torch.cat(scales))
-    return torch.cat([matrix for matrix in matrices if isinstance(matrix, torch.Tensor)])
+    zeros, groups = others
+    if len({(value.dtype, scale.dtype, group) for value, scale, group in zip(values, scales, groups, strict=True)}) > 1:
+        raise ConfigError("matrices of one layer are quantized in different formats, which is not supported")
+    return GroupedRows(
+        torch.cat(values), torch.cat(scales, 1), None if zeros[0] is None else torch.cat(zeros, 1), groups[0]
+    )

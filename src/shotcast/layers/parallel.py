@@ -79,18 +79,16 @@ class Parallel:
         if self._unfused:
             return self.reduce_norm(x, residual, weight, eps, copy_engines)
         with self._timed():
+            scale = x.new_empty(x.shape[0], 1, dtype=torch.float32)
+            found = Fp8Normed(torch.empty_like(x, dtype=torch.float8_e4m3fn), scale, residual, None)
             if copy_engines:
                 total = self.comm.all_reduce(x, out=x, sms=0)
-                scale = x.new_empty(x.shape[0], 1, dtype=torch.float32)
-                found = Fp8Normed(torch.empty_like(x, dtype=torch.float8_e4m3fn), scale, residual, None)
                 operands = total, residual, weight, eps, found
                 norm, tensors = norm_operands("reduce_norm_float8", x.device, *operands, fp8=True, with_normed=False)
                 separate_norm.norm_sum(total, tensors, norm, self.comm.topology.runs_grids)
             else:
-                scale = x.new_empty(x.shape[0], 1, dtype=torch.float32)
-                out = Fp8Normed(torch.empty_like(x, dtype=torch.float8_e4m3fn), scale, residual, None)
                 algorithm = self._algorithm("all_reduce_rms_norm", x)
-                found = self.comm.all_reduce_rms_norm_fp8(x, residual, weight, eps, None, False, algorithm, out)
+                found = self.comm.all_reduce_rms_norm_fp8(x, residual, weight, eps, None, False, algorithm, found)
         return Float8Rows(found.quantized, found.scale), found.new_residual
 
     def reduce_norm(

@@ -13,12 +13,10 @@ This is the only file that uses PyTorch's private ``_scaled_mm``.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from shotcast.errors import ConfigError
 from shotcast.kernels.block_formats import BLOCKS
 
 
@@ -129,16 +127,3 @@ def pack(codes: torch.Tensor) -> torch.Tensor:
     shifts = 4 * torch.arange(PER_WORD, dtype=torch.int32, device=codes.device)
     slices = codes.unflatten(1, (-1, PER_WORD, _BLOCK // PER_WORD))
     return (slices << shifts[:, None]).sum(2, dtype=torch.int32).flatten(1)
-
-
-def join(matrices: Sequence[GroupedRows]) -> GroupedRows:
-    """Concatenate the rows of matrices. Raises ConfigError if they are stored in different formats."""
-    if len({(matrix.values.dtype, matrix.scales.dtype, matrix.group) for matrix in matrices}) > 1:
-        raise ConfigError("matrices of one layer are quantized in different formats, which is not supported")
-    zeros = [matrix.zeros for matrix in matrices if matrix.zeros is not None]
-    return GroupedRows(
-        torch.cat([matrix.values for matrix in matrices]),
-        torch.cat([matrix.scales for matrix in matrices], 1),
-        torch.cat(zeros, 1) if zeros else None,
-        matrices[0].group,
-    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 
@@ -48,8 +47,9 @@ class DeviceStepTimer:
         self._host_totals = torch.zeros(2, 2, dtype=torch.int64, device="cpu").pin_memory()
         self._arrived = torch.cuda.Event()
         self._latest_totals = [[0, 0], [0, 0]]
-        self._cost: TimestampCost | None = None
-        self.recording = False
+        # nanoseconds that a span has more than its work, and by which its timestamps delay the work around it
+        self._span_ns = self._delay_ns = 0.0
+        self._calibrated = self.recording = False
 
     def step(self) -> contextlib.AbstractContextManager[None]:
         return self._span(_STEP)
@@ -69,7 +69,7 @@ class DeviceStepTimer:
     def calibrate(self) -> None:
         """Measure the cost of a timestamp. Waits for the device; call this outside a capture, before the first recorded
         step."""
-        if self._cost is not None:
+        if self._calibrated:
             return
         graph = torch.cuda.CUDAGraph()
         self._empty_spans()  # the first use compiles
@@ -79,7 +79,7 @@ class DeviceStepTimer:
         self._timers.totals.zero_()
         graph.replay()
         (all_ns, _), (spans_ns, _) = self._timers.totals.tolist()
-        self._cost = TimestampCost(spans_ns / _EMPTY, all_ns / _EMPTY)
+        self._span_ns, self._delay_ns, self._calibrated = spans_ns / _EMPTY, all_ns / _EMPTY, True
         self._timers.totals.zero_()
 
     def _empty_spans(self) -> None:
@@ -106,30 +106,14 @@ class DeviceStepTimer:
     def step_s(self) -> float:
         self._receive()
         (step_ns, steps), (_, calls) = self._latest_totals
-        return 0.0 if self._cost is None else self._cost.step_s(step_ns, steps, calls)
+        return max(0.0, step_ns - steps * self._span_ns - calls * self._delay_ns) / 1e9
 
     @property
     def communication_s(self) -> float:
         self._receive()
         nanoseconds, calls = self._latest_totals[_COMMUNICATION]
-        return 0.0 if self._cost is None else self._cost.communication_s(nanoseconds, calls)
+        return max(0.0, nanoseconds - calls * self._span_ns) / 1e9
 
 
 StepTimer = HostStepTimer | DeviceStepTimer
 """A timer of the seconds spent in steps and in communication since the start."""
-
-
-class TimestampCost(NamedTuple):
-    """The cost of timestamps in nanoseconds: the length of an empty span, and the delay of the work that follows."""
-
-    span_ns: float
-    delay_ns: float
-
-    def communication_s(self, nanoseconds: float, calls: int) -> float:
-        """Return the seconds of ``calls`` calls whose spans take ``nanoseconds`` in total."""
-        return max(0.0, nanoseconds - calls * self.span_ns) / 1e9
-
-    def step_s(self, nanoseconds: float, steps: int, calls: int) -> float:
-        """Return the seconds of ``steps`` steps whose spans take ``nanoseconds`` in total, without their calls'
-        timestamps."""
-        return max(0.0, nanoseconds - steps * self.span_ns - calls * self.delay_ns) / 1e9

@@ -89,12 +89,7 @@ class CausalLM:
         """Allocate caches for this rank's layers and heads: ``blocks`` blocks of ``block_size`` tokens each."""
         return [
             KVCache(
-                blocks,
-                block_size,
-                block.attention.kv_heads,
-                block.attention.head_dim,
-                self._cache_dtype,
-                self.device,
+                blocks, block_size, block.attention.kv_heads, block.attention.head_dim, self._cache_dtype, self.device
             )
             for block in self.blocks
         ]
@@ -135,11 +130,7 @@ class CausalLM:
         return self.logits(rows) if rows.shape[0] else None
 
     def hidden_of_parts(
-        self,
-        batches: Sequence[Batch],
-        caches: list[KVCache],
-        controller: Controller,
-        copy_engines: bool = False,
+        self, batches: Sequence[Batch], caches: list[KVCache], controller: Controller, copy_engines: bool = False
     ) -> list[torch.Tensor]:
         """Run :meth:`overlapped` up to the head, and return the last normalized hidden states of each part.
 

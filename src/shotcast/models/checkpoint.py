@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,28 +22,18 @@ class Checkpoint(ABC):
 
     Args:
         shapes: the shape of each tensor, matrices as [outputs, inputs].
-        nbytes: the stored size of all tensors.
     """
 
-    def __init__(self, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], nbytes: int):
-        self.config, self._shapes, self.nbytes = config, shapes, nbytes
-        self._closed = False
-
-    def names(self) -> Collection[str]:
-        return self._shapes.keys()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor. Raises ConfigError if there is no such tensor."""
-        self.require(name)
-        return self._shapes[name]
+    def __init__(self, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]):
+        self.config, self.shapes = config, shapes
 
     def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
         """Read a tensor or a part of it into new contiguous memory. Only the required part of the file is read. Returns
         a tensor of the stored dtype, or float32 if it is stored quantized. Raises ConfigError if there is no such
-        tensor, the part is not within it, or the checkpoint is closed.
+        tensor.
 
         Args:
-            rows, columns: slices of the first and the second dimension, in steps of one; None for all.
+            rows, columns: slices within the first and the second dimension, in steps of one; None for all.
         """
         return self._read(name, *self._part(name, rows, columns))
 
@@ -57,31 +47,31 @@ class Checkpoint(ABC):
         return self._read_stored(name, *self._part(name, rows, columns))
 
     def _part(self, name: str, rows: slice | None, columns: slice | None) -> tuple[slice, slice]:
-        """Return both bounds of a part in each dimension. Raises ConfigError like :meth:`read`."""
-        shape = self.shape(name)
-        if self._closed:
-            raise ConfigError("the checkpoint is closed")
-        if len(shape) < 2 and columns is not None:
-            raise ConfigError(f"{name!r} is a vector, which has no columns")
-        row_part = _within(rows, shape[0], f"rows of {name!r}")
-        return row_part, _within(columns, shape[1] if len(shape) > 1 else 1, f"columns of {name!r}")
+        """Return both bounds of a part in each dimension; a vector is one column."""
+        self.require(name)
+        sizes = *self.shapes[name], 1
+        row_part, column_part = (
+            slice(*(part or slice(None)).indices(size)[:2]) for part, size in zip((rows, columns), sizes, strict=False)
+        )
+        return row_part, column_part
 
     @abstractmethod
     def _read(self, name: str, rows: slice, columns: slice) -> torch.Tensor:
-        """Read the part ``rows`` and ``columns``, which are within the tensor; a vector is one column."""
+        """Read a part, given by the bounds of :meth:`_part`."""
 
     def _read_stored(self, name: str, rows: slice, columns: slice) -> Float8Rows | GroupedRows | BlockRows | None:
         return None
 
+    @abstractmethod
     def close(self) -> None:
-        self._closed = True
+        """Release what is open. Nothing is read afterwards."""
 
     def require(self, name: str, shape: tuple[int, ...] | None = None) -> None:
         """Raise ConfigError unless there is a tensor ``name``, with this shape if given."""
-        if name not in self._shapes:
-            hint = similar("; similar names: {}", name, self._shapes, 3, 0.8)
+        if name not in self.shapes:
+            hint = similar("; similar names: {}", name, self.shapes, 3, 0.8)
             raise ConfigError(f"the checkpoint has no tensor {name!r}{hint}")
-        if shape is not None and (found := self._shapes[name]) != shape:
+        if shape is not None and (found := self.shapes[name]) != shape:
             raise ConfigError(
                 f"tensor {name!r} is {list(found)} in the checkpoint; by its configuration it is {list(shape)}"
             )
@@ -95,7 +85,7 @@ class Checkpoint(ABC):
         head = f"{self.config.names.head}.weight"
         others = [
             name
-            for name in self.names()
+            for name in self.shapes
             if name not in expected and name != head and not name.endswith("rotary_emb.inv_freq")
         ]
         if others:
@@ -104,17 +94,6 @@ class Checkpoint(ABC):
                 f"the checkpoint holds {len(others)} tensors that its configuration does not ask for, such as {shown}; "
                 "without them the model would compute something else"
             )
-
-
-def _within(part: slice | None, size: int, description: str) -> slice:
-    """Return a part of a dimension with both bounds. Raises ConfigError if it is outside the dimension."""
-    if part is None:
-        return slice(0, size)
-    first = 0 if part.start is None else part.start
-    last = size if part.stop is None else part.stop
-    if part.step not in (None, 1) or not 0 <= first <= last <= size:
-        raise ConfigError(f"{description} must be a slice within 0:{size} in steps of one, not {part}")
-    return slice(first, last)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -49,28 +49,18 @@ class ModelConfig:
     activation: Activation = "silu"  # the activation of gates: SiLU, or GELU approximated by tanh
     embedding_scale: float = 1.0  # the factor of embeddings
     norms_less_one: bool = False  # weights of norms are stored less one
-    family: str = "llama"  # the name of the model family, as it is registered in :mod:`shotcast.models.families`
+    family: str = "llama"  # the name of the model family in :mod:`shotcast.models.families`
     # the name of the torch type in which the checkpoint is stored, ``float32`` if it is a quantized GGUF file
     dtype: str = "bfloat16"
     # the bytes of a weight of the layers' matrices in the checkpoint, if a device can keep it as it is quantized there;
     # None otherwise
     stored_bytes: float | None = None
     stored_on: str = "cuda"  # the type of that device
-    bos: int | None = None  # the token that begins a text, None if there is none
     eos: tuple[int, ...] = ()  # the tokens that end a text
     names: WeightNames = HF_LLAMA  # the names of the weights
 
     def __post_init__(self) -> None:
-        for name in (
-            "hidden",
-            "intermediate",
-            "layers",
-            "heads",
-            "kv_heads",
-            "head_dim",
-            "vocab",
-            "max_position",
-        ):
+        for name in ("hidden", "intermediate", "layers", "heads", "kv_heads", "head_dim", "vocab", "max_position"):
             largest = MAX_LAYERS if name == "layers" else MAX_COUNT
             if not 1 <= getattr(self, name) <= largest:
                 raise ConfigError(f"{name} of a model must be from 1 to {largest}, not {shorten(getattr(self, name))}")
@@ -78,8 +68,6 @@ class ModelConfig:
             raise ConfigError(f"{self.heads} heads cannot share {self.kv_heads} key-value heads evenly")
         if self.head_dim % 2:
             raise ConfigError(f"head_dim must be even for rotary embedding, not {self.head_dim}")
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise ConfigError(f"sliding_window must be at least 1, not {self.sliding_window}")
         if not 0 < self.norm_eps < math.inf:
             raise ConfigError(f"norm_eps must be above 0 and finite, not {self.norm_eps}")
         for rope in (self.rope, self.local_rope or self.rope):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from shotcast.errors import ConfigError, UnsupportedError
+from shotcast.errors import UnsupportedError
 from shotcast.kernels.activation import Activation
 from shotcast.models.config_fields import Fields, count, full_layers, number, strings
 from shotcast.models.weight_names import HF_LLAMA, HF_POST_NORMS, WeightNames
@@ -201,31 +201,15 @@ GEMMA3 = replace(
 )
 
 
-_FAMILIES: dict[str, ModelFamily] = {}
-
-
-def register_family(family: ModelFamily) -> None:
-    """Add a family to the table. Raises ConfigError if its name or one of its architectures is taken."""
-    for other in _FAMILIES.values():
-        if (
-            other.name == family.name
-            or other.architecture == family.architecture
-            or set(other.gguf_architectures) & set(family.gguf_architectures)
-        ):
-            raise ConfigError(f"the model family {family.name} has a name or an architecture of {other.name}")
-    _FAMILIES[family.name] = family
-
-
-for _family in (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, OLMO2, GEMMA2, GEMMA3):
-    register_family(_family)
+FAMILIES = {family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, OLMO2, GEMMA2, GEMMA3)}
 
 
 def by_hf_name(architectures: list[str], model_type: object) -> ModelFamily:
     """Return the family named by ``architectures`` in a config.json, or by ``model_type`` if that list is empty."""
-    known = {family.architecture: family for family in _FAMILIES.values()}
+    known = {family.architecture: family for family in FAMILIES.values()}
     accepted = ", ".join(known)
     if not architectures:
-        if not isinstance(model_type, str) or (family := _FAMILIES.get(model_type)) is None:
+        if not isinstance(model_type, str) or (family := FAMILIES.get(model_type)) is None:
             raise UnsupportedError(
                 f"config.json names no architecture, and its model_type is {model_type!r}; "
                 f"accepted architectures: {accepted}"
@@ -238,4 +222,4 @@ def by_hf_name(architectures: list[str], model_type: object) -> ModelFamily:
 
 def by_gguf_architecture() -> dict[str, ModelFamily]:
     """Return the families by the values of ``general.architecture`` in their GGUF files."""
-    return {architecture: family for family in _FAMILIES.values() for architecture in family.gguf_architectures}
+    return {architecture: family for family in FAMILIES.values() for architecture in family.gguf_architectures}

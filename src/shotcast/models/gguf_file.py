@@ -113,8 +113,7 @@ class GgufFile(Checkpoint):
         }
         divisors = self._tensors.pop(_DIVISORS, None)
         shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
-        nbytes = sum(tensor.rows.nbytes for tensor in self._tensors.values())
-        super().__init__(_config(metadata, self._tensors, divisors), shapes, nbytes)
+        super().__init__(_config(metadata, self._tensors, divisors), shapes)
         self._interleaved: tuple[str, ...] = ()
         if family.gguf_interleaved_rope:
             self._interleaved = tuple(f".{name}." for name in (family.names.query, family.names.key))
@@ -146,7 +145,6 @@ class GgufFile(Checkpoint):
         return rows
 
     def close(self) -> None:
-        super().close()
         self._tensors.clear()
 
 
@@ -283,7 +281,6 @@ def _config(metadata: _Metadata, tensors: Mapping[str, _StoredTensor], divisors:
         dtype={"F16": "float16", "BF16": "bfloat16"}.get(typical.type.name, "float32"),
         stored_bytes=_bytes_in_blocks(tensors, names),
         stored_on="cpu",
-        bos=metadata.token_id("bos"),
         eos=tuple(dict.fromkeys(token for token in eos if token is not None)),
         names=names,
     )

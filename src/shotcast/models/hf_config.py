@@ -16,7 +16,7 @@ _ACTIVATIONS = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}
 """The config.json names of each activation, the usual one first."""
 
 
-def read_hf_config(config: Fields, generation: Fields | None = None) -> ModelConfig:
+def read_hf_config(config: Fields, generation: Fields | None = None, family: ModelFamily | None = None) -> ModelConfig:
     """Read a Transformers ``config.json`` (version 4 or 5), and ``generation_config.json`` if there is one.
 
     Fields that Transformers ignores are ignored here too. Fields that it reads but that are not implemented here are
@@ -24,17 +24,11 @@ def read_hf_config(config: Fields, generation: Fields | None = None) -> ModelCon
 
     Raises ConfigError if a field is missing or invalid. Raises UnsupportedError if the model needs something that is
     not implemented.
+
+    Args:
+        family: the family of the model; None for the one that ``config`` names.
     """
-    return read_of_family(family_of(config), config, generation)
-
-
-def family_of(config: Fields) -> ModelFamily:
-    """Return the family of a ``config.json``. Raises UnsupportedError listing the implemented ones."""
-    return by_hf_name(strings(config, "architectures"), config.get("model_type"))
-
-
-def read_of_family(family: ModelFamily, config: Fields, generation: Fields | None = None) -> ModelConfig:
-    """Read the ``config.json`` of a model in a known family, like :func:`read_hf_config`."""
+    family = family or family_of(config)
     config = {**family.defaults, **config}
     _refuse_unsupported(family, config)
     hidden, heads = count(config, "hidden_size"), count(config, "num_attention_heads")
@@ -49,7 +43,6 @@ def read_of_family(family: ModelFamily, config: Fields, generation: Fields | Non
     rope, local_rope = _ropes(family, config, max_position)
     layers = count(config, "num_hidden_layers")
     quantization = read_quantization(config)
-    bos = token_ids(config, "bos_token_id")
     eos = token_ids(config, "eos_token_id") + token_ids(generation or {}, "eos_token_id")
     return ModelConfig(
         hidden=hidden,
@@ -73,11 +66,15 @@ def read_of_family(family: ModelFamily, config: Fields, generation: Fields | Non
         family=family.name,
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
         stored_bytes=None if quantization is None else quantization.weight_bytes(),
-        bos=bos[0] if bos else None,
         eos=tuple(dict.fromkeys(eos)),
         names=family.names,
         **family.details(config, layers),
     )
+
+
+def family_of(config: Fields) -> ModelFamily:
+    """Return the family of a ``config.json``. Raises UnsupportedError listing the implemented ones."""
+    return by_hf_name(strings(config, "architectures"), config.get("model_type"))
 
 
 def _refuse_unsupported(family: ModelFamily, config: Fields) -> None:

@@ -42,11 +42,7 @@ def largest_share(model: ModelConfig, ranks: int) -> RankShare:
 
 
 def weight_bytes(
-    config: ModelConfig,
-    dtype_bytes: int,
-    tensor_parallel: int = 1,
-    pipeline_parallel: int = 1,
-    quantization: str = "",
+    config: ModelConfig, dtype_bytes: int, tensor_parallel: int = 1, pipeline_parallel: int = 1, quantization: str = ""
 ) -> int:
     """Return the bytes of weights on the rank with the most.
 

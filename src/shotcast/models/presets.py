@@ -30,12 +30,10 @@ def _family(**facts: Any) -> Callable[..., ModelConfig]:
 
 _ROPE3 = Rope(500000.0, "llama3", 8.0, 1.0, 4.0, 8192)
 _SMALL3 = replace(_ROPE3, factor=32.0)
-_LLAMA_TOKENS: dict[str, Any] = {"norm_eps": 1e-5, "bos": 1, "eos": (2,)}
-_QWEN_TOKENS: dict[str, Any] = {"norm_eps": 1e-6, "rope": Rope(1000000.0), "bos": 151643, "eos": (151645, 151643)}
+_LLAMA_TOKENS: dict[str, Any] = {"norm_eps": 1e-5, "eos": (2,)}
+_QWEN_TOKENS: dict[str, Any] = {"norm_eps": 1e-6, "rope": Rope(1000000.0), "eos": (151645, 151643)}
 _llama2 = _family(vocab=32000, rope=Rope(10000.0), max_position=4096, tied=False, dtype="float16", **_LLAMA_TOKENS)
-_llama3 = _family(
-    kv_heads=8, vocab=128256, norm_eps=1e-5, rope=_ROPE3, max_position=131072, tied=False, bos=128000, eos=(128001,)
-)
+_llama3 = _family(kv_heads=8, vocab=128256, norm_eps=1e-5, rope=_ROPE3, max_position=131072, tied=False, eos=(128001,))
 _mistral = _family(vocab=32768, rope=Rope(1000000.0), max_position=32768, tied=False, family="mistral", **_LLAMA_TOKENS)
 _qwen2 = _family(vocab=152064, max_position=32768, tied=False, attention_bias=True, family="qwen2", **_QWEN_TOKENS)
 _qwen3 = _family(

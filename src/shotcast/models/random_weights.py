@@ -23,20 +23,18 @@ class RandomWeights(Checkpoint):
     """
 
     def __init__(self, config: ModelConfig, seed: int = 0, device: torch.device | str = "cpu"):
-        shapes = config.tensors()
-        dtype: torch.dtype = getattr(torch, config.dtype)
-        super().__init__(config, shapes, config.parameters * dtype.itemsize)
+        super().__init__(config, config.tensors())
         self._seed = seed
-        longest = max(shape[-1] for shape in shapes.values())
+        longest = max(shape[-1] for shape in self.shapes.values())
         # made on the CPU, since the generator of a GPU gives other numbers
         table = (
             torch.randn(_TABLE_SIZE + longest, generator=torch.Generator().manual_seed(seed), device="cpu")
             * _STANDARD_DEVIATION
         )
-        self._table = table.to(device, dtype)
+        self._table = table.to(device, getattr(torch, config.dtype))
 
     def _read(self, name: str, rows: slice, columns: slice) -> torch.Tensor:
-        if len(self._shapes[name]) == 1:
+        if len(self.shapes[name]) == 1:
             start = int(self._offsets(name, 0, 1)[0])
             vector = self._table[start + rows.start : start + rows.stop]
             # norms scale by about one, biases add about nothing
@@ -47,7 +45,6 @@ class RandomWeights(Checkpoint):
         return self._table.unfold(0, columns.stop - columns.start, 1)[offsets]
 
     def close(self) -> None:
-        super().close()
         self._table = self._table.new_empty(0)
 
     def _offsets(self, name: str, first: int, last: int) -> np.ndarray:

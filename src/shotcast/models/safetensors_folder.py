@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,10 +33,11 @@ class SafetensorsFolder(Checkpoint):
     def __init__(self, folder: Path):
         if not (folder / "config.json").is_file():
             raise ConfigError(f"{folder} is not a checkpoint: it has no config.json")
-        family_of(read_json(folder / "config.json"))  # whoever has an unsupported model needs no advice on its weights
+        config = read_json(folder / "config.json")
+        family_of(config)  # whoever has an unsupported model needs no advice on its weights
         self._paths: dict[str, Path] = {}
         self._open: dict[Path, Any] = {}
-        shapes, types, nbytes = {}, {}, 0
+        shapes, types = {}, {}
         for path, listed in weight_files(folder).items():
             with _opened(path, "numpy") as file:  # which lists tensors without PyTorch
                 names = set(file.keys())
@@ -48,11 +47,10 @@ class SafetensorsFolder(Checkpoint):
                     part = file.get_slice(name)
                     self._paths[name] = path
                     shapes[name], types[name] = tuple(part.get_shape()), str(part.get_dtype())
-                    nbytes += _nbytes(part)
         with contextlib.ExitStack() as stack:
             self._files = stack
             self._quantized: dict[str, QuantizedMatrix] = {}
-            if quantization := read_quantization(read_json(folder / "config.json")):
+            if quantization := read_quantization(config):
                 from shotcast.models.quantized_matrix import quantized_matrices
 
                 slices = {name: self._slice(name) for name in self._paths}
@@ -66,7 +64,7 @@ class SafetensorsFolder(Checkpoint):
                     )
             types = {name: types[name] for name in shapes}
             shapes |= {name: matrix.shape for name, matrix in self._quantized.items()}
-            super().__init__(_config(folder, types), shapes, nbytes)
+            super().__init__(_config(folder, config, types), shapes)
             self._files = stack.pop_all()
 
     def _slice(self, name: str) -> Any:
@@ -84,7 +82,7 @@ class SafetensorsFolder(Checkpoint):
         if name in self._quantized:
             return self._quantized[name].read(rows, columns)
         # the result is a view of the mapped file
-        part: torch.Tensor = self._slice(name)[(rows, columns)[: len(self._shapes[name])]]
+        part: torch.Tensor = self._slice(name)[(rows, columns)[: len(self.shapes[name])]]
         import torch
 
         return part.clone(memory_format=torch.contiguous_format)
@@ -93,7 +91,6 @@ class SafetensorsFolder(Checkpoint):
         return self._quantized[name].stored(rows, columns) if name in self._quantized else None
 
     def close(self) -> None:
-        super().close()
         self._quantized.clear()
         self._open.clear()
         self._files.close()
@@ -107,12 +104,6 @@ def _opened(path: Path, framework: str) -> Any:
     except (OSError, SafetensorError) as error:
         size = about_size(path.stat().st_size) if path.is_file() else "no file"
         raise ConfigError(f"{path} ({size}) is truncated or no safetensors file: {error}") from error
-
-
-def _nbytes(part: Any) -> int:
-    kind = str(part.get_dtype())
-    bits = re.search(r"\d+", kind)  # as in F8_E4M3 and BF16; BOOL has none
-    return math.prod(part.get_shape()) * (int(bits[0]) if bits else 8) // 8
 
 
 def weight_files(folder: Path) -> dict[Path, set[str] | None]:
@@ -140,8 +131,7 @@ def weight_files(folder: Path) -> dict[Path, set[str] | None]:
     raise ConfigError(f"{folder} has neither {SINGLE} nor {INDEX}")
 
 
-def _config(folder: Path, types: dict[str, str]) -> ModelConfig:
-    config = read_json(folder / "config.json")
+def _config(folder: Path, config: dict[str, Any], types: dict[str, str]) -> ModelConfig:
     generation = folder / "generation_config.json"
     if not config.get("dtype") and not config.get("torch_dtype"):
         first = min(types) if types else None

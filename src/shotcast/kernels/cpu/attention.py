@@ -20,14 +20,7 @@ from numba.extending import intrinsic
 from shotcast.device.cpu.compilation import keep_on_disk
 from shotcast.device.cpu.floats import F32, splat
 from shotcast.device.cpu.threads import in_parallel
-from shotcast.device.cpu.vectors import (
-    broadcast_lanes,
-    fused_multiply_add,
-    load_at,
-    number,
-    reduce_lanes,
-    store_at,
-)
+from shotcast.device.cpu.vectors import broadcast_lanes, fused_multiply_add, load_at, number, reduce_lanes, store_at
 
 _THREADS_FROM = 1 << 21
 """The smallest number of query-key products for which a second thread saves more time than waking it costs."""
@@ -225,20 +218,8 @@ def _decode(
 _SIGNATURES: dict[Callable[..., None], Any] = {
     _rotate: types.void(_MATRIX, _MATRIX, _MATRIX, _LONGS, _LONGS, types.int64, _CUBE, _CUBE, _CUBE),
     _decode: types.void(
-        _CUBE,
-        _CUBE,
-        _CUBE,
-        _TABLES,
-        _LONGS,
-        _INTS,
-        _LONGS,
-        types.int64,
-        types.float32,
-        types.float32,
-        types.int64,
-        types.int64,
-        types.int64,
-        _CUBE,
+        *(_CUBE, _CUBE, _CUBE, _TABLES, _LONGS, _INTS, _LONGS, types.int64, types.float32, types.float32),
+        *(types.int64, types.int64, types.int64, _CUBE),
     ),
 }
 
@@ -271,17 +252,8 @@ def rotate_into_cache(
         positions, slots: int64 [tokens].
         queries: float32 [tokens, heads, head_dim], the output.
     """
-    _compiled(_rotate)(
-        x.numpy(),
-        cosines.numpy(),
-        sines.numpy(),
-        positions.numpy(),
-        slots.numpy(),
-        queries.shape[1],
-        keys.numpy(),
-        values.numpy(),
-        queries.numpy(),
-    )
+    given = [tensor.numpy() for tensor in (x, cosines, sines, positions, slots)]
+    _compiled(_rotate)(*given, queries.shape[1], keys.numpy(), values.numpy(), queries.numpy())
 
 
 def decode(

@@ -27,23 +27,17 @@ from shotcast.device.triton.intrinsics import (
 )
 from shotcast.device.triton.words import round_float
 from shotcast.kernels.triton import skinny_gemm
-from shotcast.kernels.triton.gemv import DTYPES, UNIT, check
+from shotcast.kernels.triton.gemv import DTYPES, UNIT
 
 
 @dataclass(frozen=True, slots=True)
 class InvariantTile:
-    """The launch of :func:`batch_invariant_gemm_kernel`.
+    """The launch of :func:`batch_invariant_gemm_kernel`."""
 
-    Attributes:
-        outputs, rows: the sides of a program's tile.
-        warps: of a program.
-        stages: column steps loaded ahead.
-    """
-
-    outputs: int
+    outputs: int  # of a program's tile, as are the rows
     rows: int
-    warps: int
-    stages: int
+    warps: int  # warps per program
+    stages: int  # column steps loaded ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +146,7 @@ def serves(x: torch.Tensor, weight: torch.Tensor) -> bool:
         and x.dtype in DTYPES
         and weight.dtype == x.dtype
         and weight.dim() == 2
+        and x.shape[-1] == weight.shape[1]
         and weight.shape[1] % UNIT == 0
         and weight.is_contiguous()
     )
@@ -162,7 +157,7 @@ def linear(
 ) -> torch.Tensor:
     """Compute ``x @ weight.T + bias`` [rows, outputs]. A row has the same bits among any number of other rows.
 
-    Raises UnsupportedError for other dtypes, and ConfigError for sides that do not match.
+    Nothing is checked: :func:`serves` must accept the operands.
 
     Args:
         x: contiguous [rows, inputs] of bfloat16 or float16.
@@ -173,7 +168,6 @@ def linear(
     rows, (outputs, inputs) = x.shape[0], weight.shape
     if rows == 0:
         return x.new_empty(0, outputs)
-    check(x, weight, False, rows, x.dtype in DTYPES and weight.dtype == x.dtype, "bfloat16 or float16")
     item, sms, memory = x.element_size(), num_sms(x.device), shared_memory_per_sm(x.device)
     config = skinny_gemm.choose_config(outputs, inputs, item, min(rows, skinny_gemm.MAX_ROWS), sms, memory)
     if tile is None and rows <= skinny_gemm.MAX_ROWS:

@@ -67,17 +67,7 @@ def dequantize(
     columns = step_columns(group) if zeros is None else BLOCK.value
     options = launch_options(values.device, 4)
     options.pop("launch_pdl")
-    dequantize_kernel[(triton.cdiv(outputs, _TILE), triton.cdiv(inputs, columns))](
-        values,
-        scales,
-        zeros,
-        out,
-        outputs,
-        inputs,
-        group,
-        _TILE,
-        columns,
-        has_float8_conversions(values.device),
-        **options,
-    )
+    grid = (triton.cdiv(outputs, _TILE), triton.cdiv(inputs, columns))
+    shape = group, _TILE, columns, has_float8_conversions(values.device)
+    dequantize_kernel[grid](values, scales, zeros, out, outputs, inputs, *shape, **options)
     return out

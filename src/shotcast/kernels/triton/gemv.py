@@ -15,8 +15,7 @@ therefore use little shared memory (:mod:`shotcast.kernels.triton.paged_attentio
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -31,7 +30,6 @@ from shotcast.device.triton.intrinsics import (
     release_next_kernel,
 )
 from shotcast.device.triton.words import round_float, unpack
-from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.kernels.triton.activations import silu
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -174,9 +172,6 @@ class GemvConfig:
     columns: int  # weight columns loaded at a time, at least 16 bytes per thread
     warps: int  # warps per program
 
-    def __str__(self) -> str:
-        return f"{self.tile}x{self.columns} w{self.warps}"
-
 
 MAX_ROWS = 2
 """The largest number of rows of x for which this is faster than tensor cores (benchmarks/data/h200/linear.json)."""
@@ -192,50 +187,33 @@ def choose_config(outputs: int, inputs: int, itemsize: int, num_sms: int) -> Gem
     (benchmarks/data/h200/exploration/shared_memory.txt), for FP8 by itself (benchmarks/data/h200/linear.json).
     """
     few = outputs < _FEW_OUTPUTS * num_sms and inputs >= _MANY_INPUTS
-    config = GemvConfig(4, 2048 if few or itemsize == 1 else 1024, 4)
-    tile = config.tile
+    return GemvConfig(row_tile(outputs, num_sms), 2048 if few or itemsize == 1 else 1024, 4)
+
+
+def row_tile(outputs: int, num_sms: int) -> int:
+    """Choose the outputs per program, at most 4, so that each SM gets two programs if possible."""
+    tile = 4
     while tile > 1 and -(-outputs // tile) < 2 * num_sms:
         tile //= 2
-    return replace(config, tile=tile)
-
-
-def candidates(itemsize: int) -> Iterator[GemvConfig]:
-    """Yield the configurations worth measuring."""
-    warp_columns = 512 // itemsize  # columns that a warp loads with 16 bytes a lane
-    for tile, warps, steps in ((2, 4, 1), (4, 4, 1), (8, 4, 1), (4, 2, 1), (4, 4, 2), (2, 8, 1), (4, 8, 1)):
-        yield GemvConfig(tile, warp_columns * warps * steps, warps)
+    return tile
 
 
 def serves(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Check whether :func:`linear` is the fastest option."""
+    """Check whether :func:`linear` supports the operands, and is the fastest option."""
+    supported = x.dtype in DTYPES and weight.dtype in (x.dtype, torch.float8_e4m3fn)
+    return supported and match(x, weight, MAX_ROWS)
+
+
+def match(x: torch.Tensor, weight: torch.Tensor, max_rows: int) -> bool:
+    """Check whether the devices and shapes of operands suit the kernels of 1 to ``max_rows`` rows."""
     return (
         x.device.type == "cuda"
-        and x.dtype in DTYPES
-        and weight.dtype in (x.dtype, torch.float8_e4m3fn)
-        and 0 < x.shape[0] <= MAX_ROWS
+        and 0 < x.shape[0] <= max_rows
+        and x.shape[1] == weight.shape[1]
         and weight.shape[1] % UNIT == 0
         and x.is_contiguous()
         and weight.is_contiguous()
     )
-
-
-def check(x: torch.Tensor, weight: torch.Tensor, gated: bool, max_rows: int, supported: bool, accepted: str) -> None:
-    """Validate the operands.
-
-    Raises UnsupportedError if the dtypes are not ``supported``, or x has more than ``max_rows`` rows. Raises
-    ConfigError if the shapes do not match.
-    """
-    rows, (outputs, inputs) = x.shape[0], weight.shape
-    if not supported or not 0 < rows <= max_rows:
-        raise UnsupportedError(
-            f"this product takes 1 to {max_rows} rows of {accepted}, not {rows} of {x.dtype} with {weight.dtype}"
-        )
-    whole = x.shape[1] == inputs and inputs % UNIT == 0 and not (gated and outputs % 2)
-    if not whole or not x.is_contiguous() or not weight.is_contiguous():
-        raise ConfigError(
-            f"x {list(x.shape)} and weight {list(weight.shape)} must be contiguous and have equally many columns, a "
-            f"multiple of {UNIT}{', with an even number of outputs' if gated else ''}"
-        )
 
 
 def linear(
@@ -250,8 +228,8 @@ def linear(
 
     The weight is read early, so it must be complete before any kernel that may still be running when this one starts.
 
-    Returns [rows, outputs], or half as many columns if gated, in the dtype of x. Raises UnsupportedError for other
-    dtypes or more rows. Raises ConfigError if the shapes do not match.
+    Returns [rows, outputs], or half as many columns if gated, in the dtype of x. Nothing is checked: :func:`serves`
+    must accept the operands.
 
     Args:
         x: contiguous [rows, inputs] of bfloat16 or float16; 1 or 2 rows.
@@ -259,11 +237,9 @@ def linear(
             16.
         scale: float32 [outputs].
         bias: [outputs].
-        gated: the result is ``silu(first half of the outputs) * second half``.
+        gated: the result is ``silu(first half of the outputs) * second half``; the outputs are an even number.
         config: the launch configuration; None for one that is known to be fast.
     """
-    supported = x.dtype in DTYPES and weight.dtype in (x.dtype, torch.float8_e4m3fn)
-    check(x, weight, gated, MAX_ROWS, supported, "bfloat16 or float16 with weights of their dtype or float8_e4m3fn")
     rows, (outputs, inputs) = x.shape[0], weight.shape
     if config is None:
         config = choose_config(outputs, inputs, weight.element_size(), num_sms(x.device))

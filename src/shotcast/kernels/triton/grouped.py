@@ -8,63 +8,22 @@ The sum of the inputs, times 16 + zero, is subtracted from the sum of the produc
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
 from shotcast.device.triton.float8 import from_e4m3
 from shotcast.device.triton.words import unpack
-from shotcast.errors import ConfigError, UnsupportedError
-from shotcast.kernels.triton.gemv import DTYPES
 
 BLOCK = tl.constexpr(128)
 """Inputs whose codes are in the same 16 words: code j of word w belongs to input 16 * j + w."""
 SLICE = tl.constexpr(16)
 MOST_COLUMNS = 128
 """Maximum columns per step."""
-_LEAST_COLUMNS = 32
-"""Minimum columns per step."""
 
 
 def step_columns(group: int) -> int:
     """Compute the columns per step: the largest power of two that divides the group, at most MOST_COLUMNS."""
     return min(MOST_COLUMNS, group & -group)
-
-
-def check_groups(
-    x: torch.Tensor,
-    values: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    group: int,
-    gated: bool,
-    max_rows: int,
-) -> None:
-    """Validate the operands.
-
-    Raises UnsupportedError if x has another dtype or more than ``max_rows`` rows. Raises ConfigError if the shapes do
-    not match.
-    """
-    rows, inputs = x.shape
-    if x.dtype not in DTYPES or not 0 < rows <= max_rows:
-        raise UnsupportedError(
-            f"this product takes 1 to {max_rows} rows of bfloat16 or float16, not {rows} of {x.dtype}"
-        )
-    outputs = values.shape[0]
-    columns = inputs if zeros is None else -(-inputs // BLOCK.value) * SLICE.value
-    if (
-        values.shape[1] != columns
-        or step_columns(group) < _LEAST_COLUMNS
-        or inputs % group
-        or scales.shape != (inputs // group, outputs)
-        or (gated and outputs % 2)
-        or not x.is_contiguous()
-    ):
-        raise ConfigError(
-            f"x {list(x.shape)} must be contiguous and have the columns of the weight {list(values.shape)}, in groups "
-            f"of a multiple of {_LEAST_COLUMNS} columns, not of {group} with scales {list(scales.shape)}"
-            f"{', and an even number of outputs' if gated else ''}"
-        )
 
 
 @triton.jit

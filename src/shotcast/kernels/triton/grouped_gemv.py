@@ -6,7 +6,7 @@ a row, which lie in one group or slices of it, and multiplies their sum by the s
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -19,8 +19,8 @@ from shotcast.device.triton.intrinsics import (
     num_sms,
     release_next_kernel,
 )
-from shotcast.kernels.triton.gemv import multiply_words, weight_rows, write_outputs
-from shotcast.kernels.triton.grouped import BLOCK, SLICE, check_groups, load_scales, multiply_codes, step_columns
+from shotcast.kernels.triton.gemv import multiply_words, row_tile, weight_rows, write_outputs
+from shotcast.kernels.triton.grouped import BLOCK, SLICE, load_scales, multiply_codes, step_columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +94,7 @@ class GroupedGemvConfig:
 
 def choose_config(outputs: int, num_sms: int) -> GroupedGemvConfig:
     """Choose the launch configuration for a GPU with ``num_sms`` SMs; each SM gets two programs if possible."""
-    config = GroupedGemvConfig(4, 256, 2)
-    tile = config.tile
-    while tile > 1 and -(-outputs // tile) < 2 * num_sms:
-        tile //= 2
-    return replace(config, tile=tile)
+    return GroupedGemvConfig(row_tile(outputs, num_sms), 256, 2)
 
 
 def linear(
@@ -115,10 +111,9 @@ def linear(
 
     Args:
         weight, scales, zeros, group: as in :class:`~shotcast.layers.quantized.GroupedRows`, complete before any kernel
-            that may still be running when this one starts. The other arguments, the result and the errors are those of
-            :func:`shotcast.kernels.triton.gemv.linear`.
+            that may still be running when this one starts. x is bfloat16 or float16. The other arguments and the result
+            are those of :func:`shotcast.kernels.triton.gemv.linear`.
     """
-    check_groups(x, weight, scales, zeros, group, gated, 1)
     outputs, inputs = weight.shape[0], x.shape[1]
     if config is None:
         config = choose_config(outputs, num_sms(x.device))

@@ -408,6 +408,8 @@ class PagedDecoding:
         first, tile, stages = self.tiles(
             sequences, x.dtype, shared_memory_per_sm(x.device) - _RESERVED_BYTES, is_hopper(x.device)
         )
+        half_tile = max(16, triton.next_power_of_2(half))
+        sides = self._heads, self._kv_heads, half, half_tile, self._group, block_size
         decode_kernel[(sequences, self._kv_heads, splits)](
             x,
             Rotation(norms, cosines, sines, eps),
@@ -417,19 +419,7 @@ class PagedDecoding:
             self._parts,
             out,
             Scoring(cap or scale, window, scale / cap if cap else None),
-            DecodeShape(
-                self._heads,
-                self._kv_heads,
-                half,
-                max(16, triton.next_power_of_2(half)),
-                self._group,
-                block_size,
-                splits,
-                first,
-                tile,
-                stages,
-                pdl,
-            ),
+            DecodeShape(*sides, splits, first, tile, stages, pdl),
             **options,
         )
         if splits > 1:

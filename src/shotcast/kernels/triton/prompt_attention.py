@@ -245,11 +245,9 @@ def attend(
         max_tile_tokens: the largest number of tokens in a tile.
         first_heads: int32 [key-value heads + 1], the first query head of each key-value head; and their number.
         group: the largest number of query heads of a key-value head.
-        window: the number of keys that a query sees, including its own; 0 for all.
         out: the output, shaped like ``queries``. All tensors have the same dtype.
+        window, scale, cap: as in :func:`shotcast.kernels.cpu.attention.decode`.
         scales: float32 [slots, key-value heads], of keys and of values, if the caches are float8_e4m3fn.
-        scale: the factor of scores; None for ``head_dim ** -0.5``.
-        cap: the soft cap; scores x become ``cap * tanh(x / cap)``, or stay unchanged if it is 0.
     """
     heads, head_dim = queries.shape[1:]
     scale = head_dim**-0.5 if scale is None else scale
@@ -265,29 +263,7 @@ def attend(
         return
     keys_at_once, stages, warps = tile_options(rows, head_dim, queries.dtype)
     options = launch_options(queries.device, warps)
-    prompt_kernel[(tiles.shape[0], keys.shape[1])](
-        queries,
-        stored(keys, values, scales),
-        tables,
-        tiles,
-        first_heads,
-        out,
-        scoring,
-        tables.shape[1],
-        PromptShape(
-            heads,
-            keys.shape[1],
-            head_dim,
-            group,
-            rows,
-            short,
-            width,
-            block_size,
-            keys_at_once,
-            stages,
-            window > 0,
-            TILE_FIELDS,
-            options["launch_pdl"],
-        ),
-        **options,
-    )
+    sides = heads, keys.shape[1], head_dim, group, rows, short, width, block_size, keys_at_once, stages
+    shape = PromptShape(*sides, window > 0, TILE_FIELDS, options["launch_pdl"])
+    inputs = queries, stored(keys, values, scales), tables, tiles, first_heads
+    prompt_kernel[(tiles.shape[0], keys.shape[1])](*inputs, out, scoring, tables.shape[1], shape, **options)

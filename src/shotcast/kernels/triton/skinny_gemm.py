@@ -12,7 +12,6 @@ SM's shared memory can hold.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,7 +27,7 @@ from shotcast.device.triton.intrinsics import (
     release_next_kernel,
     shared_memory_per_sm,
 )
-from shotcast.kernels.triton.gemv import DTYPES, UNIT, check, weight_rows, write_outputs
+from shotcast.kernels.triton.gemv import DTYPES, match, weight_rows, write_outputs
 
 FLOAT8 = torch.float8_e4m3fn
 
@@ -119,9 +118,6 @@ class SkinnyGemmConfig:
     stages: int  # column steps loaded ahead
     split_k: int  # programs that divide the columns of a tile
 
-    def __str__(self) -> str:
-        return f"{self.stages} stages, {self.split_k} parts"
-
 
 TILE = 64
 """Outputs per program: the rows of a warp group's left operand."""
@@ -145,13 +141,13 @@ def row_tile(rows: int) -> int:
     return max(_LEAST_ROWS, triton.next_power_of_2(rows))
 
 
-def _stages(rows: int, programs_per_sm: int, memory_bytes: int) -> int:
+def max_stages(rows: int, programs_per_sm: int, memory_bytes: int) -> int:
     """Compute the number of stages, at least 2, that fit in memory with ``programs_per_sm`` programs on an SM."""
     step_bytes = (TILE + row_tile(rows)) * STEP_BYTES
     return max(2, min(_MOST_STAGES, (memory_bytes - SPARE_BYTES) // programs_per_sm // step_bytes))
 
 
-def _split_k(outputs: int, inputs: int, itemsize: int, num_sms: int) -> int:
+def max_split_k(outputs: int, inputs: int, itemsize: int, num_sms: int) -> int:
     """Compute the number of parts into which the columns can be divided among all SMs."""
     steps = -(-inputs * itemsize // STEP_BYTES)
     return max(1, min(num_sms // -(-outputs // TILE), steps // 2))
@@ -166,35 +162,15 @@ def choose_config(
     The choice is close to the fastest over the shapes of benchmarks/data/h200/linear.json.
     """
     programs_per_sm = 2 if itemsize == 1 or outputs > 2 * TILE * num_sms else 1
-    split_k = _split_k(outputs, inputs, itemsize, programs_per_sm * num_sms)
-    return SkinnyGemmConfig(_stages(rows, programs_per_sm, memory_bytes), split_k if split_k >= _LEAST_SPLIT_K else 1)
-
-
-def candidates(
-    outputs: int, inputs: int, itemsize: int, rows: int, num_sms: int, memory_bytes: int
-) -> Iterator[SkinnyGemmConfig]:
-    """Yield the configurations worth measuring, for one to three programs per SM."""
-    configs = set()
-    for programs_per_sm in (1, 2, 3):
-        largest = _split_k(outputs, inputs, itemsize, programs_per_sm * num_sms)
-        configs |= {
-            SkinnyGemmConfig(_stages(rows, programs_per_sm, memory_bytes), split_k)
-            for split_k in (1, max(1, largest - 1), largest)
-        }
-    yield from sorted(configs, key=str)
+    split_k = max_split_k(outputs, inputs, itemsize, programs_per_sm * num_sms)
+    return SkinnyGemmConfig(
+        max_stages(rows, programs_per_sm, memory_bytes), split_k if split_k >= _LEAST_SPLIT_K else 1
+    )
 
 
 def serves(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Check whether :func:`linear` is the fastest option."""
-    return (
-        x.device.type == "cuda"
-        and x.dtype in (*DTYPES, FLOAT8)
-        and weight.dtype == x.dtype
-        and 0 < x.shape[0] <= MAX_ROWS
-        and weight.shape[1] % UNIT == 0
-        and x.is_contiguous()
-        and weight.is_contiguous()
-    )
+    """Check whether :func:`linear` supports the operands, and is the fastest option."""
+    return x.dtype in (*DTYPES, FLOAT8) and weight.dtype == x.dtype and match(x, weight, MAX_ROWS)
 
 
 def new_counters(weight: torch.Tensor) -> torch.Tensor:
@@ -212,7 +188,7 @@ def linear(
     gated: bool = False,
     config: SkinnyGemmConfig | None = None,
 ) -> torch.Tensor:
-    """Compute ``(x * x_scale) @ weight.T * scale + bias``, with errors and other arguments as in :func:`gemv.linear`.
+    """Compute ``(x * x_scale) @ weight.T * scale + bias``, with other arguments as in :func:`gemv.linear`.
 
     Args:
         x: contiguous [rows, inputs] of bfloat16, float16 or float8_e4m3fn, with a result in bfloat16; at most MAX_ROWS
@@ -221,28 +197,11 @@ def linear(
         counters: from :func:`new_counters`.
         x_scale: float32 [rows, 1], with float8_e4m3fn.
     """
-    supported = x.dtype in (*DTYPES, FLOAT8) and weight.dtype == x.dtype
-    check(x, weight, gated, MAX_ROWS, supported, "bfloat16, float16 or float8_e4m3fn with weights of their dtype")
     rows, (outputs, inputs) = x.shape[0], weight.shape
     itemsize = weight.element_size()
     if config is None:
         config = choose_config(outputs, inputs, itemsize, rows, num_sms(x.device), shared_memory_per_sm(x.device))
-    return _launch(x, x_scale, weight, scale, bias, counters, inputs, gated, STEP_BYTES // itemsize, config)
-
-
-def _launch(
-    x: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    weight: torch.Tensor,
-    scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    counters: torch.Tensor,
-    inputs: int,
-    gated: bool,
-    columns: int,
-    config: SkinnyGemmConfig,
-) -> torch.Tensor:
-    rows, outputs = x.shape[0], weight.shape[0]
+    columns = STEP_BYTES // itemsize
     dtype = torch.bfloat16 if x.dtype == FLOAT8 else x.dtype
     out = x.new_empty(rows, outputs // 2 if gated else outputs, dtype=dtype)
     grid = (-(-outputs // TILE), config.split_k)
@@ -250,14 +209,7 @@ def _launch(
     partial_sums = x.new_empty(*grid, TILE, m_tile, dtype=torch.float32) if config.split_k > 1 else counters
     options = launch_options(x.device, WARPS)
     shape = SkinnyShape(
-        m_tile,
-        TILE,
-        columns,
-        config.stages,
-        config.split_k,
-        inputs % columns == 0,
-        gated,
-        options["launch_pdl"],
+        m_tile, TILE, columns, config.stages, config.split_k, inputs % columns == 0, gated, options["launch_pdl"]
     )
     matrix = Matrix(weight, scale, bias)
     skinny_gemm_kernel[grid](x, x_scale, matrix, out, partial_sums, counters, outputs, inputs, rows, shape, **options)

@@ -22,13 +22,14 @@ _TOKENS = 128
 
 
 class BatchTensors(NamedTuple):
-    """The tensors that a step without prompts fills; see :func:`unpack`."""
+    """The tensors of a :class:`~shotcast.layers.batch.Batch` that a step without prompts fills, one value a
+    sequence."""
 
-    tokens: Any
+    tokens: Any  # int64, like the next two
     positions: Any
     slots: Any
-    lengths: Any
-    rows: Any
+    lengths: Any  # int32
+    rows: Any  # int64
 
 
 class PackedPrompts(NamedTuple):
@@ -75,37 +76,20 @@ def unpack_kernel(packed, last_tokens, tables, batch, count, blocks, SHAPE: tl.c
 
 
 def unpack(
-    packed: torch.Tensor,
-    last_tokens: torch.Tensor,
-    tables: torch.Tensor,
-    block_size: int,
-    tokens: torch.Tensor,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    lengths: torch.Tensor,
-    rows: torch.Tensor,
+    packed: torch.Tensor, last_tokens: torch.Tensor, tables: torch.Tensor, block_size: int, batch: BatchTensors
 ) -> None:
-    """Enter new blocks into the tables, and fill the tensors of a :class:`~shotcast.layers.batch.Batch`.
+    """Enter new blocks into the tables, and fill the tensors of ``batch``.
 
     Args:
         packed: int32 [sequences, FIELDS]; no table row occurs twice, unless it gets no block.
         last_tokens: int64 [rows], the last sampled token of each row.
         tables: int32 [rows, blocks].
-        tokens, positions, slots, rows: int64 [sequences], outputs.
-        lengths: int32 [sequences], output.
     """
-    count = packed.shape[0]
+    count, blocks = packed.shape[0], tables.shape[1]
     tile = min(128, triton.next_power_of_2(count))
-    unpack_kernel[(triton.cdiv(count, tile),)](
-        packed,
-        last_tokens,
-        tables,
-        BatchTensors(tokens, positions, slots, lengths, rows),
-        count,
-        tables.shape[1],
-        UnpackShape(FIELDS, block_size, tile),
-        num_warps=1,
-    )
+    shape = UnpackShape(FIELDS, block_size, tile)
+    grid = (triton.cdiv(count, tile),)
+    unpack_kernel[grid](packed, last_tokens, tables, batch, count, blocks, shape, num_warps=1)
 
 
 @triton.jit
@@ -151,16 +135,6 @@ def unpack_prompts(
         rows: int64 [sequences], output: ``sampled_rows``.
     """
     count, sequences = packed.ids.shape[0], packed.sampled_rows.shape[0]
-    unpack_prompts_kernel[(triton.cdiv(max(count, sequences), _TOKENS),)](
-        packed,
-        last_tokens,
-        tables,
-        tokens,
-        positions,
-        slots,
-        rows,
-        count,
-        sequences,
-        _TOKENS,
-        num_warps=4,
-    )
+    outputs = tokens, positions, slots, rows
+    grid = (triton.cdiv(max(count, sequences), _TOKENS),)
+    unpack_prompts_kernel[grid](packed, last_tokens, tables, *outputs, count, sequences, _TOKENS, num_warps=4)
