@@ -208,4 +208,4 @@ def test_headers_read_as_calls() -> None:
     assert said(op=Op.BROADCAST, root=3) == "broadcast(float32, 2 KiB, one_shot, root 3)"
     assert said(op=Op.SEND, root=2) == "send(float32, 2 KiB, one_shot, from rank 2)"
     uneven = said(op=Op.ALL_GATHER, root=wire.UNEVEN, sizes=(3, 4))
-    assert uneven == f"all_gather(float32, uneven sizes #{wire.sizes_digest((3, 4)):08x}, one_shot)"
+    assert uneven == f"all_gather(float32, uneven sizes #{wire._fnv('3,4'):08x}, one_shot)"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from overlap_bench.steps import Steps, library_product
-from shotcast.overlap.timeline import Timeline
+from overlap_bench.timeline import Timeline
 
 Begin = Callable[[int], Callable[[], Any]]
 """Begins the message of a step, and returns what waits for it."""

@@ -10,6 +10,7 @@ from matmuls import LibraryProduct, Product
 from overlap_bench.config import COMMUNICATION, COMPUTE
 from overlap_bench.form import Candidate, Candidates, Form
 from overlap_bench.steps import Steps, library_product
+from overlap_bench.timeline import timed, timed_chain
 from shotcast.collectives.communicator import Communicator
 from shotcast.overlap import schedule
 from shotcast.overlap.chains import Chain, way_on
@@ -48,7 +49,7 @@ def chain_of(steps: Steps, communicators: list[Communicator]) -> Chain:
 def of_chain(steps: Steps, chain: Chain) -> Candidates:
     """Yield the forms among which a chain chooses."""
     for way in chain.ways():
-        form = Form(way.run, steps, timeline=lambda name=way.name: chain.timed(name)[1])  # type: ignore[misc]
+        form = Form(way.run, steps, timeline=lambda name=way.name: timed_chain(chain, name))  # type: ignore[misc]
         yield Candidate(way.name, lambda form=form: form, own=True)  # type: ignore[misc]
 
 
@@ -93,9 +94,7 @@ def on_streams(
         computations = {f"compute {number}": lambda n=number: steps.multiply(n, product) for number in numbers}
         messages = {f"communicate {number}": lambda comm, n=number: message(comm, n) for number in numbers}
 
-        def timeline() -> Any:
-            return controller.timed(plan, computations, messages)[1]
-
-        return Form(lambda: controller.run(plan, computations, messages), steps, timeline=timeline)
+        works = plan, computations, messages
+        return Form(lambda: controller.run(*works), steps, timeline=lambda: timed(controller, *works))
 
     return Candidate(name, build, own=True)

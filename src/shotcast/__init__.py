@@ -6,55 +6,32 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from shotcast import extras
-from shotcast.errors import (
-    ClosedError,
-    CollectiveMismatch,
-    CollectiveTimeout,
-    ConfigError,
-    RankFailed,
-    ShotcastError,
-    UnsupportedError,
-)
+from shotcast.errors import ClosedError as ClosedError
+from shotcast.errors import CollectiveMismatch as CollectiveMismatch
+from shotcast.errors import CollectiveTimeout as CollectiveTimeout
+from shotcast.errors import ConfigError as ConfigError
+from shotcast.errors import RankFailed as RankFailed
+from shotcast.errors import ShotcastError as ShotcastError
+from shotcast.errors import UnsupportedError as UnsupportedError
 
 if TYPE_CHECKING:
-    from shotcast.collectives.algorithm import Algorithm, Algorithms, CollectiveProblem, Form, Workspace
-    from shotcast.collectives.communicator import Communicator
-    from shotcast.collectives.registry import register_algorithm, registered
-    from shotcast.cost.collective import Work
-    from shotcast.engine.async_llm import AsyncLLM
-    from shotcast.engine.grammar import Grammar
-    from shotcast.engine.llm import LLM
-    from shotcast.engine.sampling_params import SamplingParams
-    from shotcast.launcher.spawn import spawn
-    from shotcast.wire import NodeShape
+    from shotcast.collectives.algorithm import Algorithm as Algorithm
+    from shotcast.collectives.algorithm import Algorithms as Algorithms
+    from shotcast.collectives.algorithm import CollectiveProblem as CollectiveProblem
+    from shotcast.collectives.algorithm import Form as Form
+    from shotcast.collectives.algorithm import Workspace as Workspace
+    from shotcast.collectives.communicator import Communicator as Communicator
+    from shotcast.collectives.registry import register_algorithm as register_algorithm
+    from shotcast.collectives.registry import registered as registered
+    from shotcast.cost.collective import Work as Work
+    from shotcast.engine.async_llm import AsyncLLM as AsyncLLM
+    from shotcast.engine.grammar import Grammar as Grammar
+    from shotcast.engine.llm import LLM as LLM
+    from shotcast.engine.sampling_params import SamplingParams as SamplingParams
+    from shotcast.launcher.spawn import spawn as spawn
+    from shotcast.wire import NodeShape as NodeShape
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "LLM",
-    "Algorithm",
-    "Algorithms",
-    "AsyncLLM",
-    "ClosedError",
-    "CollectiveMismatch",
-    "CollectiveProblem",
-    "CollectiveTimeout",
-    "Communicator",
-    "ConfigError",
-    "Form",
-    "Grammar",
-    "NodeShape",
-    "RankFailed",
-    "SamplingParams",
-    "ShotcastError",
-    "UnsupportedError",
-    "Work",
-    "Workspace",
-    "__version__",
-    "register_algorithm",
-    "registered",
-    "spawn",
-]
 
 _LAZY = {
     "Algorithm": "shotcast.collectives.algorithm",
@@ -74,6 +51,11 @@ _LAZY = {
     "spawn": "shotcast.launcher.spawn",
 }
 """Public names and their modules, most of which import torch. They are imported on first use."""
+
+__all__ = [
+    *("ClosedError", "CollectiveMismatch", "CollectiveTimeout", "ConfigError", "RankFailed", "ShotcastError"),
+    *("UnsupportedError", "__version__", *_LAZY),
+]
 
 _PACKAGES = ("functional", "overlap", "process_group")
 """Public modules, imported on first use because they import torch too."""

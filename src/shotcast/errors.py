@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 _STOPPED = "The communicator is stopped: reset() it when every rank is alive, otherwise close() it and build a new one"
 
 
 class ShotcastError(RuntimeError):
     """The base class of all errors of this package."""
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        fields = getattr(self, "__dataclass_fields__", None)  # an error with attributes is a dataclass
+        return super().__reduce__() if fields is None else (type(self), tuple(getattr(self, name) for name in fields))
 
 
 class ConfigError(ShotcastError, ValueError):
@@ -24,6 +31,7 @@ class ClosedError(ShotcastError):
     """The communicator was closed."""
 
 
+@dataclass(eq=False, repr=False)
 class CollectiveTimeout(ShotcastError):
     """Not every rank joined a call: a rank is late beyond the deadline, or can no longer join.
 
@@ -49,60 +57,42 @@ class CollectiveTimeout(ShotcastError):
             the error of that call.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        missing: Sequence[int],
-        op: str,
-        epoch: int,
-        timeout_s: float,
-        reason: str = "late",
-        where: str = "",
-        group: str = "",
-        advice: str = "",
-        refused: str = "",
-    ):
-        self.rank = rank
-        self.missing = tuple(missing)
-        self.op = op
-        self.epoch = epoch
-        self.timeout_s = timeout_s
-        self.reason = reason
-        self.where = where
-        self.group = group
-        self.advice = advice
-        self.refused = refused
-        ranks = where or ", ".join(map(str, self.missing))
-        after = advice or _STOPPED
-        if reason == "dead":
-            happened = f"cannot complete, as processes have ended; dead ranks: {ranks}"
-        elif reason == "left":
-            happened = f"cannot complete, as ranks have left the group; ranks that left: {ranks}"
-            after = advice or "The communicator is stopped: close() it and build a new one"
-        elif reason == "pending":
-            happened = f"was not over after {timeout_s:g} s (Work.wait)"
-            happened += f"; dead ranks: {ranks}" if ranks else ""
+    rank: int
+    missing: Sequence[int]
+    op: str
+    epoch: int
+    timeout_s: float
+    reason: str = "late"
+    where: str = ""
+    group: str = ""
+    advice: str = ""
+    refused: str = ""
+
+    def __post_init__(self) -> None:
+        self.missing = tuple(self.missing)
+        ranks = self.where or ", ".join(map(str, self.missing))
+        after, timeout = self.advice or _STOPPED, f"{self.timeout_s:g} s"
+        late = ranks or "none (all started the call, but data did not arrive)"
+        happened = {
+            "dead": f"cannot complete, as processes have ended; dead ranks: {ranks}",
+            "left": f"cannot complete, as ranks have left the group; ranks that left: {ranks}",
+            "pending": f"was not over after {timeout} (Work.wait){f'; dead ranks: {ranks}' if ranks else ''}",
+            "interrupted": f"cannot complete, as a signal or an abort interrupted it; interrupted ranks: {ranks}",
+            "unreachable": f"cannot complete, as connections were lost or nodes do not answer (within {timeout}); "
+            f"unreachable ranks: {ranks}",
+        }.get(self.reason, f"did not complete within its timeout of {timeout} (timeout_s); missing ranks: {late}")
+        if self.reason == "left":
+            after = self.advice or "The communicator is stopped: close() it and build a new one"
+        elif self.reason == "pending":
             after = "The call goes on: wait for it again"
-        elif reason == "interrupted":
-            happened = f"cannot complete, as a signal or an abort interrupted it; interrupted ranks: {ranks}"
-        elif reason == "unreachable":
-            happened = (
-                f"cannot complete, as connections were lost or nodes do not answer (within {timeout_s:g} s); "
-                f"unreachable ranks: {ranks}"
-            )
+        if self.refused:
+            what = f"{_not_made(self.refused, self.group, self.epoch)}: {self.op}"
         else:
-            ranks = ranks or "none (all started the call, but data did not arrive)"
-            happened = f"did not complete within its timeout of {timeout_s:g} s (timeout_s); missing ranks: {ranks}"
-        if refused:
-            super().__init__(f"rank {rank}: {_not_made(refused, group, epoch)}: {op} {happened}. {after}")
-        else:
-            super().__init__(f"rank {rank}: {call_text(op, epoch, group)} {happened}. {after}")
-
-    def __reduce__(self) -> tuple[object, ...]:
-        fields = self.rank, self.missing, self.op, self.epoch, self.timeout_s, self.reason, self.where
-        return type(self), (*fields, self.group, self.advice, self.refused)
+            what = call_text(self.op, self.epoch, self.group)
+        super().__init__(f"rank {self.rank}: {what} {happened}. {after}")
 
 
+@dataclass(eq=False, repr=False)
 class CollectiveMismatch(ShotcastError):
     """The ranks did not make the same call.
 
@@ -118,38 +108,29 @@ class CollectiveMismatch(ShotcastError):
         group, advice, refused: as in :class:`CollectiveTimeout`.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        calls: Mapping[int, str],
-        differing: Sequence[int],
-        fields: Sequence[str],
-        epoch: int,
-        group: str = "",
-        advice: str = "",
-        refused: str = "",
-    ):
-        self.rank = rank
-        self.calls = dict(calls)
-        self.differing = tuple(differing)
-        self.fields = tuple(fields)
-        self.epoch = epoch
-        self.group = group
-        self.advice = advice
-        self.refused = refused
+    rank: int
+    calls: Mapping[int, str]
+    differing: Sequence[int]
+    fields: Sequence[str]
+    epoch: int
+    group: str = ""
+    advice: str = ""
+    refused: str = ""
+
+    def __post_init__(self) -> None:
+        self.calls, self.differing, self.fields = dict(self.calls), tuple(self.differing), tuple(self.fields)
         descriptions = "; ".join(f"rank {r}: {call}" for r, call in sorted(self.calls.items()))
         descriptions = descriptions or "The rank that found the mismatch reports the calls"
-        what = f"{_not_made(refused, group, epoch)}: it" if refused else call_text("call", epoch, group)
-        after = f". {advice}" if advice else "; reset() the communicator to go on"
+        if self.refused:
+            what = f"{_not_made(self.refused, self.group, self.epoch)}: it"
+        else:
+            what = call_text("call", self.epoch, self.group)
+        after = f". {self.advice}" if self.advice else "; reset() the communicator to go on"
         super().__init__(
-            f"rank {rank}: {what} differs between ranks in {', '.join(self.fields) or 'its header'}; "
+            f"rank {self.rank}: {what} differs between ranks in {', '.join(self.fields) or 'its header'}; "
             f"differing ranks: {', '.join(map(str, self.differing)) or 'unknown'}. {descriptions}. "
             f"Every rank must make the same calls in the same order{after}"
         )
-
-    def __reduce__(self) -> tuple[object, ...]:
-        fields = self.rank, self.calls, self.differing, self.fields, self.epoch
-        return type(self), (*fields, self.group, self.advice, self.refused)
 
 
 def call_text(op: str, epoch: int, group: str) -> str:
@@ -168,19 +149,15 @@ def not_made(op: str, first: ShotcastError) -> ShotcastError:
 
     It has the class and the attributes of ``first``.
     """
-    later: ShotcastError
-    if isinstance(first, CollectiveTimeout):
-        fields = first.rank, first.missing, first.op, first.epoch, first.timeout_s, first.reason, first.where
-        later = CollectiveTimeout(*fields, first.group, first.advice, op)
-    elif isinstance(first, CollectiveMismatch):
-        about = first.rank, first.calls, first.differing, first.fields, first.epoch
-        later = CollectiveMismatch(*about, first.group, first.advice, op)
+    if isinstance(first, CollectiveTimeout | CollectiveMismatch):
+        later: ShotcastError = dataclasses.replace(first, refused=op)
     else:
         later = type(first)(f"{op} was not made: the group was stopped before. {first}")
     later.__cause__ = first
     return later
 
 
+@dataclass(eq=False, repr=False)
 class RankFailed(ShotcastError):
     """A process started by :func:`shotcast.spawn` raised, exited or was killed.
 
@@ -189,15 +166,14 @@ class RankFailed(ShotcastError):
         detail: its traceback, or how the process ended.
     """
 
-    def __init__(self, rank: int, detail: str):
-        self.rank = rank
-        self.detail = detail
-        super().__init__(f"rank {rank} failed\n{detail}")
+    rank: int
+    detail: str
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.rank, self.detail)
+    def __post_init__(self) -> None:
+        super().__init__(f"rank {self.rank} failed\n{self.detail}")
 
 
+@dataclass(eq=False, repr=False)
 class EngineDead(ShotcastError):
     """The inference engine stopped for good; all unfinished requests are lost.
 
@@ -205,12 +181,10 @@ class EngineDead(ShotcastError):
         reason: why it stopped, for example which rank failed.
     """
 
-    def __init__(self, reason: str):
-        self.reason = reason
-        super().__init__(f"the engine stopped: {reason}")
+    reason: str
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.reason,)
+    def __post_init__(self) -> None:
+        super().__init__(f"the engine stopped: {self.reason}")
 
 
 def similar(text: str, name: str, known: Iterable[str], most: int = 1, cutoff: float = 0.6) -> str:

@@ -256,11 +256,6 @@ def _launch_digest(text: str) -> int:
     return (digest ^ digest >> _LAUNCH_BITS ^ digest >> 2 * _LAUNCH_BITS) & (1 << _LAUNCH_BITS) - 1
 
 
-def sizes_digest(sizes: Sequence[int]) -> int:
-    """Hash the sizes of all ranks to 32 bits for a header."""
-    return _fnv(",".join(map(str, sizes)))
-
-
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")
 """Operations whose root is a rank."""
 ANSWER = 1
@@ -304,7 +299,7 @@ def encode_header(plan: CallPlan, algorithm: int) -> HeaderWords:
         ConfigError: the size does not fit.
     """
     digested = plan.sizes and plan.op is not Op.ALL_TO_ALL_UNEVEN
-    size = sizes_digest(plan.sizes) if digested else plan.whole_nbytes or plan.nbytes
+    size = _fnv(",".join(map(str, plan.sizes))) if digested else plan.whole_nbytes or plan.nbytes
     if not 0 <= size < MAX_NBYTES:
         raise ConfigError(f"a message has from 0 to {MAX_NBYTES - 1} bytes, not {size}")
     dtype = _NO_DTYPE if plan.op is Op.BARRIER else _DTYPE_NAMES.index(plan.dtype)
@@ -347,10 +342,6 @@ class Header:
             piece=call & (1 << _PIECE_BITS) - 1,
         )
 
-    @property
-    def _norms(self) -> bool:
-        return self.op.endswith("_norm")
-
     def differs(self, fields: Collection[str], ranks: Sequence[int] = ()) -> str:
         """Describe the call in words, including its launch and piece if they are among the differing ``fields``.
 
@@ -358,7 +349,7 @@ class Header:
         """
         if (self.op == "send" or self.op in _ROOTED) and self.root < len(ranks):
             return dataclasses.replace(self, root=ranks[self.root]).differs(fields)
-        what = "rows or launch" if self._norms else "launch"
+        what = "rows or launch" if self.op.endswith("_norm") else "launch"
         end = f" in {what} #{self.launch:04x}" if "launch" in fields else ""
         return f"{self}{end}{f', piece {self.piece}' if 'piece' in fields else ''}"
 
@@ -374,7 +365,7 @@ class Header:
             size = "parts of any sizes"
         elif self.op == "all_gather" and self.root == UNEVEN:
             size = f"uneven sizes #{self.nbytes:08x}"
-        elif self._norms:
+        elif self.op.endswith("_norm"):
             words = str(Norm.of_code(self.root) or f"norm {self.root}")
             end = f", {words}" if words else ""
         elif self.reduction != "sum":

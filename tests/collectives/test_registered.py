@@ -83,8 +83,8 @@ class TestRefused:
     def test_more_algorithms_than_headers_can_encode(self) -> None:
         for number in range(wire.MAX_ALGORITHMS - len(registered())):
             register_algorithm(named(f"number_{number}"))
-        plan = wire.CallPlan(Op.ALL_REDUCE, registered().names[-1], "float32", 64)
-        assert wire.Header.decode(registered().header(plan), registered().names).algorithm == plan.algorithm
+        plan = wire.CallPlan(Op.ALL_REDUCE, tuple(registered())[-1], "float32", 64)
+        assert wire.Header.decode(registered().header(plan), tuple(registered())).algorithm == plan.algorithm
         with pytest.raises(ConfigError, match=f"headers tell {wire.MAX_ALGORITHMS} algorithms apart"):
             register_algorithm(named("one_more"))
 

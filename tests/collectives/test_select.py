@@ -351,7 +351,9 @@ class TestLegality:
     @pytest.mark.parametrize("kernels", ["compiled", "interpreter", "triton"])
     def test_candidates_of_each_operation(self, op: Op, names: list[str], kernels: str) -> None:
         case = problem(op, topology=make_topology(kernels))
-        assert [candidate.algorithm for candidate in candidates(case)] == names
+        lacking = {"two_shot_fp8"} if kernels == "compiled" else set()
+        found = [candidate.algorithm for candidate in candidates(case)]
+        assert found == [name for name in names if name not in lacking]
 
     def test_all_operations_are_covered(self) -> None:
         assert {op for op, _ in self.OFFERED} == set(Op)

@@ -60,7 +60,7 @@ def members(kind: type) -> set[str]:
 
 def test_communicator() -> None:
     arguments = list(inspect.signature(shotcast.Communicator).parameters)
-    assigned = {"rank", "world_size", "device", "max_bytes", "name"}
+    assigned = {"rank", "world_size", "device", "max_bytes", "name", "topology"}
     names = listed("Communicator")
     assert names[: len(arguments)] == arguments
     assert set(names[len(arguments) :]) == members(shotcast.Communicator) | assigned

@@ -113,19 +113,6 @@ def test_a_graph_replays_a_schedule(name: str) -> None:
         assert steps.results() == steps.expected()
 
 
-def test_a_timeline_shows_both_lanes_at_once() -> None:
-    plan = PLANS["beside"]
-
-    def sleep(*communicator: Any) -> None:
-        torch.cuda._sleep(20 * CYCLES)
-
-    works = {step.name: sleep for step in plan.steps}
-    controller = Controller(StreamLanes(Rank()))  # type: ignore[arg-type]
-    controller.run(plan, works, works)
-    _, timeline = controller.timed(plan, works, works)
-    assert timeline.hidden_us > 0.8 * timeline.communication_us
-
-
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL, which a graph can capture, and Gloo cannot")
 def test_every_way_gives_the_bits_of_the_contract() -> None:
     results = spawn(targets.all_ways, 2, "cuda", timeout_s=300)

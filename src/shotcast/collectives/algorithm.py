@@ -261,7 +261,7 @@ def imported(reference: Reference) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Algorithms(Mapping[str, Algorithm]):
-    """The algorithms of a communicator by name; an algorithm's position is its code in headers."""
+    """The algorithms of a communicator by name, in the order of their codes in headers."""
 
     members: tuple[Algorithm, ...]
     _codes: dict[str, int] = field(init=False, repr=False)
@@ -279,11 +279,6 @@ class Algorithms(Mapping[str, Algorithm]):
 
     def __len__(self) -> int:
         return len(self.members)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names in the order of their codes."""
-        return tuple(self._codes)
 
     def serving(self, op: Op) -> tuple[Algorithm, ...]:
         """Return the algorithms that serve an operation: native ones first, then the library."""

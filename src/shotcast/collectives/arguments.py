@@ -9,7 +9,7 @@ import torch
 
 from shotcast.collectives.torch_private import is_traced
 from shotcast.errors import ConfigError, UnsupportedError
-from shotcast.wire import MAX_SMS, Op
+from shotcast.wire import MAX_SMS
 
 _PACKAGE = __name__.partition(".")[0] + "."
 _told: set[tuple[str, int]] = set()
@@ -152,11 +152,3 @@ def sm_budget(sms: int | None, call: str) -> int:
     if not isinstance(sms, int) or isinstance(sms, bool) or not 0 <= sms <= MAX_SMS:
         raise ConfigError(f"{call}: sms is a whole number in 0..{MAX_SMS}, or None for any number of SMs; not {sms!r}")
     return sms
-
-
-def operation(op: str) -> Op:
-    """Look up an operation by name. Raises ConfigError if there is none."""
-    try:
-        return Op[op.upper()]
-    except (KeyError, AttributeError):
-        raise ConfigError(f"explain: unknown operation {op!r}; there are {', '.join(o.label for o in Op)}") from None

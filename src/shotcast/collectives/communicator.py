@@ -8,7 +8,6 @@ import functools
 import threading
 import weakref
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, NoReturn, cast
 
 import torch
@@ -87,14 +86,12 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
     made; concurrent calls from two threads are refused, and so is any use in a forked process. Results have the same
     bits on all ranks and on every run (``docs/reference/numerics.md``).
 
-    Ranks may be on several nodes, which are hosts unless SHOTCAST_RANKS_PER_NODE divides them: the communicator
-    discovers them during construction, and refuses hosts that differ in version or options. ``topology.layout`` lists
-    them, and errors name the nodes of ranks. On CPU hosts native kernels serve sums, messages and barriers;
-    :meth:`explain` says what the vendor library serves, and why.
+    Ranks may be on several nodes (``docs/guides/several_hosts.md``), which the communicator discovers during
+    construction: hosts, unless SHOTCAST_RANKS_PER_NODE divides them. ``topology.layout`` lists them. :meth:`explain`
+    says what the vendor library serves, and why.
 
-    A replay of a captured graph is a call too, ordered by when it is launched. Kernels wait for their peers on the GPU,
-    with one warp of one SM per communicator, so other streams, communicators and libraries keep running. An
-    ``exclusive`` communicator gives up both to be faster.
+    A replay of a captured graph is a call too, ordered by when it is launched, unless the communicator is
+    ``exclusive``.
 
     Args:
         group: a torch.distributed process group; None for all ranks, initializing torch.distributed from the
@@ -115,10 +112,11 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
             of tables, so that the bits of an element do not depend on the message around it. A reduction that none of
             them serves raises :class:`~shotcast.UnsupportedError` instead of going to the vendor library. None reads
             SHOTCAST_BATCH_INVARIANT, which defaults to 0.
-        exclusive: whether calls may fill the GPU while they wait for other ranks. If not, one warp waits before each
-            call, and other streams, communicators and libraries keep running. Calls of an exclusive communicator take 2
-            us less, and their replays are not ordered with other calls. Use it if all calls and replays, and all GPU
-            work that other ranks may wait for, are on one stream, as in an inference engine. CPU ranks ignore it.
+        exclusive: whether calls may fill the GPU while they wait for other ranks. If not, one warp of one SM waits
+            before each call, and other streams, communicators and libraries keep running. Calls of an exclusive
+            communicator take 2 us less, and their replays are not ordered with other calls. Use it if all calls and
+            replays, and all GPU work that other ranks may wait for, are on one stream, as in an inference engine. CPU
+            ranks ignore it.
 
     Raises:
         ConfigError: the environment or an argument is not usable, or differs between ranks; there is too little shared
@@ -275,30 +273,17 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
         compares = self._checks_vendor and self._executor is None
         executor = self._executor  # not the communicator: a cycle would keep what it holds for longer
         ended = self._ended = threading.Event()
-        self._vendor = Vendor(
-            self._host,
-            self.device,
-            self._algorithms,
-            self._timeout_s,
-            library,
-            compares,
-            lambda: ended.is_set() or (executor is not None and executor.fault() is not None),
-            self._peers,
-            executor.stop if isinstance(executor, KernelExecutor) else None,
-        )
+
+        def stopped() -> bool:
+            return ended.is_set() or (executor is not None and executor.fault() is not None)
+
+        calls = self._host, self.device, self._algorithms, self._timeout_s, library, compares, stopped, self._peers
+        self._vendor = Vendor(*calls, executor.stop if isinstance(executor, KernelExecutor) else None)
         if self._executor is None and self.world_size > 1:
             self._vendor.connect(SETUP_TIMEOUT_S)
-        facts = (
-            self._host.layout,
-            self.device.type,
-            part,
-            transport,
-            built.unsupported_reason,
-            built.multicast,
-            self.max_bytes,
-        )
-        modes = self._batch_invariant, exclusive
-        topology = Topology(*facts, self._algorithms, self._allow_fp8, built.network, *modes)
+        facts = self._host.layout, self.device.type, part, transport, built.unsupported_reason, built.multicast
+        options = self.max_bytes, self._algorithms, self._allow_fp8, built.network, self._batch_invariant, exclusive
+        topology = self.topology = Topology(*facts, *options)
         graphs = self._chain is not None
         others = self._executor if self.world_size > 1 else None
         self._resolver = Resolver(topology, environment, found.tables, found.passed, others, graphs)
@@ -469,10 +454,6 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
         makeshift.is_makeshift = True
         return makeshift
 
-    def _leave_versions(self) -> None:
-        """Preserve autograd's version counters of the tensors that calls write, like torch.distributed."""
-        self._prepared.counts_versions = False
-
     def _grow(self, call: ResolvedCall, capturing: bool) -> None:
         """Enlarge the workspace for a call. Collective: every rank makes the call.
 
@@ -508,21 +489,15 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
             if variant not in self._compile_barrier.known:
                 if capturing:
                     raise ConfigError(f"{call.label} would be compiled inside a graph capture; call it once before")
-                others = self._variants_of_sizes(call)
-                load = bound.load
+                others, load, plan = dict[CompiledVariant, CallPlan](), bound.load, call.plan
+                if self._growths is not None and not call.by_library and plan.op in _OF_ANY_SIZE and not plan.sizes:
+                    others = self._resolver.plans_of_sizes(plan)  # calls of other sizes use them
                 if others:
                     assert isinstance(self._executor, GrowingExecutor)
                     load = functools.partial(self._executor.load, bound, tuple(others.values()))
                 self._compile_barrier(variant, load, call.plan.op.label, self._timeout_s)
                 self._compile_barrier.known.update(others)
         call.needs = {}
-
-    def _variants_of_sizes(self, call: ResolvedCall) -> dict[CompiledVariant, CallPlan]:
-        """Return the variants that calls of other sizes use, with a plan for each, if they should be loaded now."""
-        plan = call.plan
-        if self._growths is None or call.by_library or plan.op not in _OF_ANY_SIZE or plan.sizes:
-            return {}
-        return self._resolver.plans_of_sizes(plan)
 
     def _execute(
         self,
@@ -533,23 +508,12 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
         tensors: NormTensors | None,
         sizes: tuple[int, ...],
     ) -> None:
+        """Run a resolved call, after compiling and making room for it. Raises the error of an earlier call."""
         if self.world_size == 1:
             if x is not None and out is not None and out.data_ptr() != x.data_ptr():
                 with Unseen():
                     out.view(-1).copy_(x.view(-1))
             return
-        self._prepare(call, capturing)
-        if not self._nvtx:
-            self._launch(call, x, out, tensors, sizes)
-            return
-        torch.cuda.nvtx.range_push(call.label)
-        try:
-            self._launch(call, x, out, tensors, sizes)
-        finally:
-            torch.cuda.nvtx.range_pop()
-
-    def _prepare(self, call: ResolvedCall, capturing: bool) -> None:
-        """Raise the error of an earlier call, then compile and make room for this one."""
         executor = self._executor
         if (executor is not None and executor.fault()) or self._vendor.failed:
             self._refuse_if_stopped(call.plan.op.label)
@@ -562,6 +526,14 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
             self._refuse_if_stopped(call.plan.op.label)
             if capturing:
                 raise ConfigError(f"{call.label} would connect ranks inside a graph capture; call it once before")
+        if not self._nvtx:
+            self._launch(call, x, out, tensors, sizes)
+            return
+        torch.cuda.nvtx.range_push(call.label)
+        try:
+            self._launch(call, x, out, tensors, sizes)
+        finally:
+            torch.cuda.nvtx.range_pop()
 
     def _launch(
         self,
@@ -629,11 +601,6 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
         """Return the names of the algorithms that could serve such a call."""
         return list(self.explain(x, op, sms=sms).candidates)
 
-    @property
-    def topology(self) -> Topology:
-        """The facts about ranks and machine that determine the choice of algorithms."""
-        return self._resolver.topology
-
     # -- trouble ------------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
@@ -666,7 +633,7 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
         """Return the error of the call that stopped this communicator."""
         assert self._executor is not None
         if self._first is None:
-            self._first = error_of(fault, self._executor, self._host, self._timeout_s, self._algorithms.names)
+            self._first = error_of(fault, self._executor, self._host, self._timeout_s, tuple(self._algorithms))
             return self._first
         return copy.copy(self._first)
 
@@ -782,13 +749,11 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
     def __enter__(self) -> Communicator:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
-        state = f"stopped by {type(self._first).__name__}" if self._first else self._resolver.topology.transport.name
+        state = f"stopped by {type(self._first).__name__}" if self._first else self.topology.transport.name
         ranks = f"name={self.name!r}, rank={self.rank}, world_size={self.world_size}"
         return f"Communicator({ranks}, device={self.device}, {'closed' if self._closed else state})"
 

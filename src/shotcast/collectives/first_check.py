@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -15,7 +16,7 @@ from shotcast.wire import DTYPES, Op
 Run = Callable[[Op, torch.Tensor, torch.Tensor, str], None]
 """``run(op, x, out, algorithm)`` makes a call and returns when its result is ready."""
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.int32)
+_DTYPES = ("float32", "bfloat16", "int32")
 _ELEMENTS = (1, 259)
 """Elements per rank: fewer than a tile holds, and a number without convenient divisors."""
 
@@ -42,14 +43,10 @@ def wrong_result(algorithm: Algorithm, topology: Topology, rank: int, device: to
 
 def _problems(algorithm: Algorithm, topology: Topology) -> Iterator[tuple[CollectiveProblem, int]]:
     """Yield the calls to check, with the elements of a rank's part: the calls that the algorithm may serve."""
-    for op in algorithm.forms:
-        for dtype in _DTYPES:
-            for elements in _ELEMENTS:
-                name = str(dtype).removeprefix("torch.")
-                nbytes = elements * topology.world_size * DTYPES[name]
-                problem = CollectiveProblem(op, nbytes, name, topology)
-                if not unsupported_reason(problem, algorithm.name):
-                    yield problem, elements
+    for op, dtype, elements in itertools.product(algorithm.forms, _DTYPES, _ELEMENTS):
+        problem = CollectiveProblem(op, elements * topology.world_size * DTYPES[dtype], dtype, topology)
+        if not unsupported_reason(problem, algorithm.name):
+            yield problem, elements
 
 
 def _input(problem: CollectiveProblem, elements: int, rank: int, dtype: torch.dtype) -> torch.Tensor:

@@ -40,9 +40,9 @@ class CompileBarrier:
     """Make ranks wait until all have compiled what a call needs: all ranks, or the two ends of a message.
 
     A rank reports through the job's store what it compiles, and later that it is ready or has failed. The others wait
-    for a compiling rank beyond any deadline, unless its process ends. They wait for an absent rank until the deadline,
-    which counts only while no rank compiles. A rank that makes another call will not arrive: then this call begins, and
-    its header exchange names the mismatch. Nor will any arrive once a fault has stopped the calls.
+    for a compiling rank unless its process ends, and for an absent one until the deadline, which counts only while no
+    rank compiles. No rank waits for one that makes another call, which the header exchange of this call names, nor once
+    a fault has stopped the calls.
 
     Args:
         patience_s: how long to wait for a rank that has not begun to compile; None for the deadline. After that the

@@ -1,12 +1,16 @@
-"""Rows of fused calls: which ones kernels can hold, and how launches divide them."""
+"""Rows of fused calls: which ones kernels can hold, and how launches divide them; and the forms of such calls."""
 
 from __future__ import annotations
 
-from shotcast.collectives.algorithm import CollectiveProblem
+from collections.abc import Callable
+from typing import Any
+
+from shotcast.collectives.algorithm import CollectiveProblem, Form, Workspace
+from shotcast.cost.collective import Work
 from shotcast.device.triton.tiles import MAX_ROW_WORDS
 from shotcast.transport.triton.layout import QUAD
 from shotcast.units import align_up, format_size
-from shotcast.wire import LaunchShape
+from shotcast.wire import ALL_REDUCE_NORMS, LaunchShape, NodeShape, Op
 
 
 def rows_unsupported_reason(problem: CollectiveProblem) -> str:
@@ -53,6 +57,21 @@ def tiles_of_rows(problem: CollectiveProblem) -> tuple[int, int]:
     return rows * -(-words // block), block
 
 
-def tile_launch(problem: CollectiveProblem, programs: int) -> LaunchShape:
-    """Return the launch of a fused all-reduce with one program per tile."""
-    return LaunchShape(programs=max(1, programs), block_words=tiles_of_rows(problem)[1], num_warps=1)
+def fused_forms(
+    work: Callable[[int, NodeShape, int], Work],
+    owners: Callable[[CollectiveProblem], int],
+    workspace: Callable[[CollectiveProblem], Workspace],
+    **kernels: Any,
+) -> dict[Op, Form]:
+    """Return the forms of an all-reduce with residual and norm.
+
+    ``owners(problem)`` ranks divide the tiles, and a launch has one program for each tile of a rank.
+    """
+
+    def launch(problem: CollectiveProblem) -> LaunchShape:
+        tiles, block = tiles_of_rows(problem)
+        return LaunchShape(programs=max(1, -(-tiles // owners(problem))), block_words=block, num_warps=1)
+
+    reason = rows_unsupported_reason
+    form = Form(work=work, launch=launch, workspace=workspace, unsupported_reason=reason, **kernels)
+    return dict.fromkeys(ALL_REDUCE_NORMS, form)

@@ -11,6 +11,7 @@ import torch
 
 from shotcast import env
 from shotcast.hardware.nodes import NodeLayout
+from shotcast.launcher.process_watch import boot_id
 from shotcast.memory.driver import visible_gpus
 from shotcast.memory.host_group import StoreGroup
 
@@ -54,17 +55,12 @@ def find_nodes(host: StoreGroup, device: torch.device, undecided: bool = False) 
     if undecided:
         own = own._replace(gpu=next(iter(visible_gpus())))
     locations = host.all_gather(own, what="construction")
-    own_gpus = have_own_gpus(locations)
+    gpus = {location.gpu for location in locations}
+    own_gpus = "" not in gpus and len(gpus) == len(locations)
     if own_gpus:
         locations = [location._replace(shm=-1) for location in locations]
     layout = layout_of(locations)
     return Nodes(layout, len(set(_hosts(locations))) == 1, declared, trouble, own_gpus)
-
-
-def have_own_gpus(locations: Sequence[RankLocation]) -> bool:
-    """Return whether each of the undecided ranks at these locations has a GPU that no other rank has."""
-    gpus = {location.gpu for location in locations}
-    return "" not in gpus and len(gpus) == len(locations)
 
 
 def _location(device: torch.device, declared: int, rank: int) -> RankLocation:
@@ -75,15 +71,6 @@ def _location(device: torch.device, declared: int, rank: int) -> RankLocation:
     local_rank = job.local_rank if job is not None else rank
     launcher = os.environ.get("GROUP_RANK", "")
     return RankLocation(os.uname().nodename, boot_id(), shm, launcher, local_rank, declared)
-
-
-def boot_id() -> str:
-    """Return the boot id of the running kernel, which distinguishes hosts of the same name but not their containers."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
 
 
 def _hosts(locations: Sequence[RankLocation]) -> list[tuple[str, str, int]]:

@@ -206,15 +206,12 @@ def _apart(name: str, x: torch.Tensor, tensors: NormTensors, finds_scale: bool) 
         for other, shared in (*given[place + 1 :], *others.items()):
             if shared is None or not _overlap(tensor, shared):
                 continue
-            of = f"{other} of out" if other in out else other
-            if tensor.data_ptr() == shared.data_ptr() and tensor.nbytes == shared.nbytes:
+            behind, of = tensor.data_ptr() - shared.data_ptr(), f"{other} of out" if other in out else other
+            how = f"{member} of out begins {behind} bytes behind {of}, and overlaps it"
+            if behind == 0 and tensor.nbytes == shared.nbytes:
                 if (member, other) in (("new_residual", "residual"), ("normed", "x")):
                     continue
                 how = f"{member} of out and {of} are one tensor"
-            else:
-                how = (
-                    f"{member} of out begins {tensor.data_ptr() - shared.data_ptr()} bytes behind {of}, and overlaps it"
-                )
             accepted = "new_residual may be all of residual, and normed all of x; all others are apart"
             raise ConfigError(f"{name}: {how}; {accepted}")
     if len(_apart_before) >= _MOST_REMEMBERED:

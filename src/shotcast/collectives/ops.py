@@ -410,7 +410,8 @@ def _norm(kind: str, fp8: bool) -> OpSpec:
 
     derivative = None if fp8 else functools.partial(_of_norm, layer=layer)
     schema = f"{name}({', '.join(operands)}) -> ({results})"
-    spec = OpSpec(schema, call=call, results=empty, saves=saves, derivative=derivative)
+    op = Op[f"ALL_REDUCE_{kind}_NORM".upper()]
+    spec = OpSpec(schema, op, call=call, results=empty, saves=saves, derivative=derivative)
     return spec
 
 

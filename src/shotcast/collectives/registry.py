@@ -76,7 +76,7 @@ def register_algorithm(algorithm: Algorithm) -> Algorithm:
         )
     present = registered()
     if name in present:
-        raise ConfigError(f"there is an algorithm {name!r} already; the registered ones are {', '.join(present.names)}")
+        raise ConfigError(f"there is an algorithm {name!r} already; the registered ones are {', '.join(present)}")
     if len(present) >= wire.MAX_ALGORITHMS:
         raise ConfigError(
             f"headers tell {wire.MAX_ALGORITHMS} algorithms apart, and as many are registered; not {name}"
@@ -110,7 +110,8 @@ def _import_once(name: str) -> None:
             importlib.import_module(name)
             return
         path = Path(name).resolve()
-        if any(_is_file(module, path) for module in list(sys.modules.values())):
+        files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+        if any(file is not None and Path(file).resolve() == path for file in files):
             return  # the program itself, or what it has imported
         spec = importlib.util.spec_from_file_location(f"shotcast_algorithms_{path.stem}", path)
         assert spec is not None
@@ -124,14 +125,9 @@ def _import_once(name: str) -> None:
         raise ConfigError(f"SHOTCAST_ALGORITHMS: cannot import {name}: {type(error).__name__}: {error}") from error
 
 
-def _is_file(module: object, path: Path) -> bool:
-    file = getattr(module, "__file__", None)
-    return file is not None and Path(file).resolve() == path
-
-
 def from_environment() -> str:
     """Return the algorithm named by SHOTCAST_ALGORITHM; ``"auto"`` if it is not set."""
-    return env.algorithm(("auto", *registered().names))
+    return env.algorithm(("auto", *registered()))
 
 
 def digest(algorithms: Algorithms) -> str:

@@ -54,11 +54,8 @@ class StreamChain:
     def leave(self, capturing: bool) -> None:
         """Record a call that was enqueued on the current stream, in a capture or not."""
         if self._last is not None:
-            stream = self._raw_stream(self._index)
-            if capturing:
-                self._last.record_captured(stream)
-            else:
-                self._last.record(stream)
+            record = self._last.record_captured if capturing else self._last.record
+            record(self._raw_stream(self._index))
 
     @property
     def has_eager(self) -> bool:
@@ -91,16 +88,12 @@ class StreamChain:
         last = self._captured.get(capture)
         if last is None:  # its first call: what ended before it began is over
             self._captured = {one: other for one, other in self._captured.items() if self._capture_id(other) == one}
-            if self._replays:
-                self._follow_last(self._raw_stream(self._index))
+            if self._replays:  # replays wait for the previous call
+                if self._last is None:
+                    self._last = self._new_event()
+                    if self._eager is not None and not self._capture_id(self._eager):
+                        self._last.record(self._eager_handle)
+                self._last.wait_captured(self._raw_stream(self._index))
         elif last != stream:
             stream.wait_stream(last)
         self._captured[capture] = stream
-
-    def _follow_last(self, handle: int) -> None:
-        """Make replays of a capture that has begun wait for the previous call."""
-        if self._last is None:
-            self._last = self._new_event()
-            if self._eager is not None and not self._capture_id(self._eager):
-                self._last.record(self._eager_handle)
-        self._last.wait_captured(handle)

@@ -172,10 +172,10 @@ class JobLeader:
         not join, was started with other facts than rank 0, or found an error. Raises EngineDead if a rank ended.
         """
         deadline = time.monotonic() + timeout_s
-        while unknown := self._unknown():
+        while unknown := set(range(1, self.world_size)) - {one.rank for one in self.members if one.facts is not None}:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
-                ranks = ", ".join(map(str, unknown))
+                ranks = ", ".join(map(str, sorted(unknown)))
                 raise ConfigError(
                     f"ranks {ranks} of {self.world_size} did not come within {timeout_s:g} s; what they or their "
                     "hosts printed says why"
@@ -203,10 +203,6 @@ class JobLeader:
         """Tell all ranks to begin, with rank 0's decisions for all."""
         for member in self.members:
             member.tell(Word(decision=decision))
-
-    def _unknown(self) -> list[int]:
-        known = {member.rank for member in self.members if member.facts is not None}
-        return [rank for rank in range(1, self.world_size) if rank not in known]
 
     def _accept(self) -> None:
         connection = self._listener.accept(0.0)

@@ -38,9 +38,9 @@ class ProcessId:
     @classmethod
     def own(cls) -> ProcessId:
         """Return the id of this process."""
-        space = ""
-        with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
-            space = f"{file.read().strip()}/{os.stat('/proc/self/ns/pid').st_ino}"
+        space, boot = "", boot_id()
+        with contextlib.suppress(OSError):
+            space = f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}" if boot else ""
         return cls(space, os.getpid(), _start_time(os.getpid()))
 
     def has_ended(self) -> bool:
@@ -53,6 +53,13 @@ class ProcessId:
     def address(self) -> bytes:
         """The address of the socket on which the process receives messages from others on its machine."""
         return f"\0shotcast/{self.space}/{self.pid}/{self.started}".encode()
+
+
+def boot_id() -> str:
+    """Return the boot id of the running kernel, which distinguishes hosts of the same name but not their containers."""
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read().strip()
+    return ""
 
 
 def tell(process: ProcessId, token: str, number: int, descriptor: int = -1) -> None:
@@ -95,8 +102,11 @@ class ProcessWatch:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._numbers = itertools.count()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._lock = threading.Lock()
         self._callbacks: dict[ProcessId, dict[int, Callable[[], None]]] = {}
         self._descriptors: dict[int, ProcessId] = {}
         self._hearers: dict[str, Callable[[int, int], None]] = {}
@@ -127,7 +137,9 @@ class ProcessWatch:
                         os.close(descriptor)
                     threading.Thread(target=ended, name="shotcast process watch", daemon=True).start()
                     return lambda: None
-                self._register(descriptor, process)
+                self._callbacks[process] = {}
+                self._descriptors[descriptor] = process
+                self._started().register(descriptor, select.EPOLLIN)
             self._callbacks[process][number] = ended
         return lambda: self._remove(process, number)
 
@@ -205,11 +217,6 @@ class ProcessWatch:
             threading.Thread(target=self._run, args=arguments, name="shotcast process watch", daemon=True).start()
         return self._epoll
 
-    def _register(self, descriptor: int, process: ProcessId) -> None:
-        self._callbacks[process] = {}
-        self._descriptors[descriptor] = process
-        self._started().register(descriptor, select.EPOLLIN)
-
     def _remove(self, process: ProcessId, number: int) -> None:
         with self._lock:
             callbacks = self._callbacks.get(process)
@@ -254,16 +261,13 @@ class ProcessWatch:
 
     def abandon(self) -> None:
         """Drop state inherited by a fork; the parent's watch continues."""
-        self._lock = threading.Lock()
         for descriptor in (*self._descriptors, *([self._wake] if self._wake >= 0 else [])):
             os.close(descriptor)
         if self._epoll is not None:
             self._epoll.close()
         if self._socket is not None:
             self._socket.close()
-        self._hearers, self._at_once, self._late, self._socket = {}, set(), [], None
-        self._callbacks, self._descriptors = {}, {}
-        self._epoll, self._wake = None, -1
+        self._begin()
 
 
 WATCH = ProcessWatch()

@@ -18,7 +18,6 @@ import select
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess, reduction, set_spawning_popen  # type: ignore[attr-defined]
@@ -152,6 +151,7 @@ def _umask() -> int | None:
 
 
 def run_rank(caller: CallerContext, payload: bytes, results: Connection, stacks: Connection, alive: Connection) -> None:
+    global running_main
     die_with(alive.fileno())
     for pipe in (results, stacks, alive):
         os.set_inheritable(pipe.fileno(), False)
@@ -164,8 +164,11 @@ def run_rank(caller: CallerContext, payload: bytes, results: Connection, stacks:
     try:
         caller.apply()
         _apply_env()
-        with _importing_main():
+        running_main = True
+        try:
             multiprocessing.spawn.prepare(caller.main)
+        finally:
+            running_main = False
         try:
             fn, args = pickle.loads(payload)
         except AttributeError as error:
@@ -207,16 +210,6 @@ def _apply_env() -> None:
     np.random.seed()  # otherwise all forked ranks would draw the same numbers
     if "numba" in sys.modules:
         sys.modules["numba"].config.reload_config()
-
-
-@contextlib.contextmanager
-def _importing_main() -> Iterator[None]:
-    global running_main
-    running_main = True
-    try:
-        yield
-    finally:
-        running_main = False
 
 
 def value_report(value: Any) -> bytes:

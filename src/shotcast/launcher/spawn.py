@@ -139,7 +139,8 @@ class RankGroup:
         """Start the ranks like :func:`spawn`, and return at once."""
         if not isinstance(world_size, int) or world_size < 1:
             raise ConfigError(f"world_size must be a positive number of processes, not {world_size!r}")
-        _check_env(env)
+        if invalid := [name for name, value in (env or {}).items() if not isinstance(value, str)]:
+            raise ConfigError(f"environment variables must be strings; {invalid[0]} is {(env or {})[invalid[0]]!r}")
         payload = _pickle_call(fn, args)
         environments = {rank: _rank_env(rank, world_size, env) for rank in range(world_size)}
         store = JobStore()
@@ -241,11 +242,6 @@ class RankGroup:
 def _check_timeout(timeout_s: float | None) -> None:
     if timeout_s is not None and not (isinstance(timeout_s, int | float) and timeout_s >= 0):
         raise ConfigError(f"timeout_s must be a number of seconds (0 or more) or None, not {timeout_s!r}")
-
-
-def _check_env(env: Mapping[str, str] | None) -> None:
-    if invalid := [name for name, value in (env or {}).items() if not isinstance(value, str)]:
-        raise ConfigError(f"environment variables must be strings; {invalid[0]} is {(env or {})[invalid[0]]!r}")
 
 
 def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:

@@ -13,8 +13,6 @@ from shotcast.overlap import schedule
 from shotcast.overlap.controller import Communication, Computation, Controller, numbered
 from shotcast.overlap.lanes import HIGH, LOW, Lanes, StreamLanes, lanes_of
 from shotcast.overlap.policy import AUTO, PLAIN, SEQUENTIAL, Decision, Way, agree_on, decide
-from shotcast.overlap.schedule import Schedule
-from shotcast.overlap.timeline import Timeline
 from shotcast.overlap.torch_private import leave_sms
 
 PRIORITY, LIBRARY = "priority", "library"
@@ -56,7 +54,8 @@ class Chain:
             self._sms = {way_on(budget): budget for budget in sms}
             self._lanes |= dict.fromkeys(self._sms, urgent)
         self._lanes[LIBRARY] = self._lanes[PLAIN]
-        self._known(way)
+        if way not in (names := (AUTO, SEQUENTIAL, *self._lanes)):
+            raise ConfigError(f"a chain runs by one of {', '.join(names)}, not {way!r}")
         self._computations, self._communicate = tuple(computations), communicate
         for computation in self._computations:
             if not callable(computation):
@@ -67,23 +66,15 @@ class Chain:
 
     def __call__(self) -> list[Any]:
         """Run the chain once and return what each communication returned. The first call also decides how."""
-        self._agree()
+        if not self._agreed:
+            if self._comm.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise ConfigError("a chain is decided on at its first call; make one before a graph capture")
+            agree_on(self._comm, self._plan, self._way, tuple(self._lanes), self._lanes[PLAIN].count)
+            self._agreed = True
         if self._way == AUTO:
             self.decision = decide(self._comm, self.ways(), checked=(LIBRARY,))
             self._way = self.decision.way
         return self._run(self._way)
-
-    def timed(self, way: str | None = None) -> tuple[list[Any], Timeline]:
-        """Run one call, in mode ``way`` if given, and return when each step ran. Waits for its end."""
-        chosen = way or self._way
-        self._known(chosen)
-        self._agree()
-        if chosen == AUTO:
-            self()
-            chosen = self._way
-        controller, plan = self._parts(chosen)
-        results, timeline = controller.timed(plan, *self._works(chosen))
-        return [results[f"communicate {number}"] for number in range(len(self._computations))], timeline
 
     def ways(self) -> list[Way]:
         """Return the modes to measure, the sequential one first.
@@ -98,25 +89,6 @@ class Chain:
         """End the threads of the chain, but leave the communicators open."""
         for lanes in self._lanes.values():
             lanes.close()
-
-    def _known(self, way: str) -> None:
-        names = (AUTO, SEQUENTIAL, *self._lanes)
-        if way not in names:
-            raise ConfigError(f"a chain runs by one of {', '.join(names)}, not {way!r}")
-
-    def _agree(self) -> None:
-        """Compare the chain with the other ranks' chains, once."""
-        if self._agreed:
-            return
-        if self._comm.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise ConfigError("a chain is decided on at its first call; make one before a graph capture")
-        agree_on(self._comm, self._plan, self._way, tuple(self._lanes), self._lanes[PLAIN].count)
-        self._agreed = True
-
-    def _parts(self, way: str) -> tuple[Controller, Schedule]:
-        if way == SEQUENTIAL:
-            return Controller(self._lanes[PLAIN]), schedule.sequential(self._plan)
-        return Controller(self._lanes[way]), self._plan
 
     def _works(self, way: str) -> tuple[dict[str, Computation], dict[str, Communication]]:
         found: dict[int, Any] = {}
@@ -138,8 +110,7 @@ class Chain:
     def _run(self, way: str) -> list[Any]:
         if way == SEQUENTIAL:  # on the caller's stream or thread alone: nothing is handed over
             return [self._communicate(self._comm, compute()) for compute in self._computations]
-        controller, plan = self._parts(way)
-        results = controller.run(plan, *self._works(way))
+        results = Controller(self._lanes[way]).run(self._plan, *self._works(way))
         return [results[f"communicate {number}"] for number in range(len(self._computations))]
 
 

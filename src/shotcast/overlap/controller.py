@@ -10,7 +10,6 @@ from shotcast.collectives.communicator import Communicator
 from shotcast.errors import ConfigError
 from shotcast.overlap.lanes import Lanes
 from shotcast.overlap.schedule import COMPUTE_LANE, Compute, Schedule, Step
-from shotcast.overlap.timeline import Span, Timeline
 
 Computation = Callable[[], Any]
 Communication = Callable[[Communicator], Any]
@@ -54,34 +53,6 @@ class Controller:
             ConfigError: a step has no work.
             Exception: the error of a step. No step begins after it.
         """
-        return self._run(schedule, computations, communications, None)
-
-    def timed(
-        self, schedule: Schedule, computations: Mapping[str, Computation], communications: Mapping[str, Communication]
-    ) -> tuple[dict[str, Any], Timeline]:
-        """Run a schedule like :meth:`run`, and return when each step ran. Waits for all steps; not for graph
-        captures.
-        """
-        stamps: dict[str, tuple[Any, Any]] = {}
-        results = self._run(schedule, computations, communications, stamps)
-        lanes, order = self.lanes, schedule.order(self.lanes.count)
-        start = stamps[schedule.steps[0].name][0] if schedule.steps else None
-        for _, end in stamps.values():
-            lanes.time_us(start, end)  # every step is over
-        times = {name: [lanes.time_us(start, event) for event in events] for name, events in stamps.items()}
-        earliest = min((begin for begin, _ in times.values()), default=0.0)
-        spans = (
-            Span(name, order.lanes[name], begin - earliest, end - earliest) for name, (begin, end) in times.items()
-        )
-        return results, Timeline(tuple(spans))
-
-    def _run(
-        self,
-        schedule: Schedule,
-        computations: Mapping[str, Computation],
-        communications: Mapping[str, Communication],
-        stamps: dict[str, tuple[Any, Any]] | None,
-    ) -> dict[str, Any]:
         for step in schedule.steps:
             if step.name not in (computations if isinstance(step, Compute) else communications):
                 raise ConfigError(f"step {step.name!r} of the schedule has no work")
@@ -111,12 +82,7 @@ class Controller:
                     lanes.wait(lane, began)
                 for other in order.waits.get(name, ()):
                     lanes.wait(lane, events[other])
-                if stamps is not None:
-                    stamps[name] = lanes.event(True), lanes.event(True)
-                    lanes.record(lane, stamps[name][0])
                 lanes.call(lane, work)
-                if stamps is not None:
-                    lanes.record(lane, stamps[name][1])
                 if name in events:
                     lanes.record(lane, events[name])
 

@@ -6,14 +6,13 @@ import abc
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from shotcast.collectives.communicator import Communicator
-from shotcast.collectives.started import Worker, in_this_state
+from shotcast.collectives.started import Worker, in_this_state, tensors_in
 from shotcast.errors import ClosedError, ConfigError
 from shotcast.memory.block_heap import record_use
 from shotcast.overlap.schedule import COMPUTE_LANE
@@ -51,8 +50,8 @@ class Lanes(abc.ABC):
         """Begin submitting work; lane 0 is where the caller's computation runs now."""
 
     @abc.abstractmethod
-    def event(self, timed: bool = False) -> Any:
-        """Create an event; ``timed`` events can report their time."""
+    def event(self) -> Any:
+        """Create an event."""
 
     @abc.abstractmethod
     def record(self, lane: int, event: Any) -> None:
@@ -66,9 +65,8 @@ class Lanes(abc.ABC):
     def call(self, lane: int, work: Work) -> None:
         """Run ``work`` on ``lane``."""
 
-    @abc.abstractmethod
-    def share(self, result: Any) -> None:
-        """Make tensors returned by a communication available to the computation."""
+    def share(self, result: Any) -> None:  # noqa: B027
+        """Make tensors returned by a communication available to the computation; threads need nothing for that."""
 
     @abc.abstractmethod
     def finish(self, error: BaseException | None) -> None:
@@ -77,13 +75,8 @@ class Lanes(abc.ABC):
         Raises the error of a communication, if there was one.
         """
 
-    @abc.abstractmethod
-    def time_us(self, begin: Any, end: Any) -> float:
-        """Return the time between two timed events that have been signaled."""
-
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Release the lanes' resources, but leave the communicators open. A second call does nothing."""
+    def close(self) -> None:  # noqa: B027
+        """End the threads, but leave the communicators open. A second call does nothing."""
 
 
 # -- GPUs -------------------------------------------------------------------------------------------------------------
@@ -116,7 +109,7 @@ class StreamLanes(Lanes):
         super().__init__((comm,))
         self._cuda, self._device = streams, comm.device
         self._stream = streams.Stream(comm.device, priority=priority)
-        self._lanes: tuple[Any, Any] | None = None
+        self._lanes: Any = None  # the streams, while work is submitted
         self._events: list[Any] = []
         self._used = 0
         if why := one_hardware_queue():
@@ -128,13 +121,7 @@ class StreamLanes(Lanes):
             raise ConfigError("the current stream is that of communication; overlap is not nested")
         self._lanes, self._used = (current, self._stream), 0
 
-    def _of(self, lane: int) -> Any:
-        assert self._lanes is not None
-        return self._lanes[lane]
-
-    def event(self, timed: bool = False) -> Any:
-        if timed:
-            return self._cuda.Event(enable_timing=True)
+    def event(self) -> Any:
         # a wait is for the state of an event at that time, so the next run may record the same events again
         if self._used == len(self._events):
             self._events.append(self._cuda.Event())
@@ -142,10 +129,10 @@ class StreamLanes(Lanes):
         return self._events[self._used - 1]
 
     def record(self, lane: int, event: Any) -> None:
-        event.record(self._of(lane))
+        event.record(self._lanes[lane])
 
     def wait(self, lane: int, event: Any) -> None:
-        self._of(lane).wait_event(event)
+        self._lanes[lane].wait_event(event)
 
     def call(self, lane: int, work: Work) -> None:
         if lane == COMPUTE_LANE:
@@ -155,43 +142,19 @@ class StreamLanes(Lanes):
             work()
 
     def share(self, result: Any) -> None:
-        current = self._of(COMPUTE_LANE)
-        for tensor in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+        current = self._lanes[COMPUTE_LANE]
+        for tensor in tensors_in(result):
+            if tensor.is_cuda:
                 record_use(tensor, current)
 
     def finish(self, error: BaseException | None) -> None:
-        current, own = self._of(0), self._of(1)
+        current, own = self._lanes
         self._lanes = None
         if error is not None:  # a capture ends with no stream left over, and memory is not used again too early
             current.wait_stream(own)
 
-    def time_us(self, begin: Any, end: Any) -> float:
-        end.synchronize()
-        return float(begin.elapsed_time(end)) * 1e3
-
-    def close(self) -> None:
-        self._lanes = None
-
 
 # -- CPU ranks --------------------------------------------------------------------------------------------------------
-
-
-class _HostEvent:
-    """An event between threads, with the time at which it was signaled."""
-
-    __slots__ = ("_happened", "ns")
-
-    def __init__(self) -> None:
-        self._happened, self.ns = threading.Event(), 0
-
-    def set(self) -> None:
-        if not self._happened.is_set():
-            self.ns = time.perf_counter_ns()
-            self._happened.set()
-
-    def wait(self) -> None:
-        self._happened.wait()
 
 
 class _Run:
@@ -199,11 +162,11 @@ class _Run:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._events: list[_HostEvent] = []
+        self._events: list[threading.Event] = []
         self.error: BaseException | None = None
 
-    def event(self) -> _HostEvent:
-        event = _HostEvent()
+    def event(self) -> threading.Event:
+        event = threading.Event()
         with self._lock:
             self._events.append(event)
             if self.error is not None:
@@ -234,7 +197,7 @@ class ThreadLanes(Lanes):
     def __init__(self, communicators: Sequence[Communicator]):
         super().__init__(communicators)
         self._workers = [Worker(f"shotcast overlap {number}") for number in range(len(communicators))]
-        self._run: _Run | None = None
+        self._run = _Run()
         self._used = threading.Lock()
 
     def begin(self) -> None:
@@ -242,32 +205,26 @@ class ThreadLanes(Lanes):
             raise ClosedError("these lanes were closed")
         if not self._used.acquire(False):
             raise ConfigError("the lanes are in use; overlap is not nested")
-        self._run = _Run()
 
-    @property
-    def _now(self) -> _Run:
-        assert self._run is not None
-        return self._run
+    def event(self) -> threading.Event:
+        return self._run.event()
 
-    def event(self, timed: bool = False) -> _HostEvent:
-        return self._now.event()
-
-    def record(self, lane: int, event: _HostEvent) -> None:
+    def record(self, lane: int, event: threading.Event) -> None:
         if lane == COMPUTE_LANE:
             event.set()
         else:
             self._workers[lane - 1].queue.put(event.set)
 
-    def wait(self, lane: int, event: _HostEvent) -> None:
+    def wait(self, lane: int, event: threading.Event) -> None:
         if lane != COMPUTE_LANE:
             self._workers[lane - 1].queue.put(event.wait)
             return
         event.wait()
-        if self._now.error is not None:
-            raise self._now.error
+        if self._run.error is not None:
+            raise self._run.error
 
     def call(self, lane: int, work: Work) -> None:
-        run = self._now
+        run = self._run
         if lane == COMPUTE_LANE:
             if run.error is not None:
                 raise run.error
@@ -284,11 +241,8 @@ class ThreadLanes(Lanes):
 
         self._workers[lane - 1].queue.put(guarded)
 
-    def share(self, result: Any) -> None:
-        pass
-
     def finish(self, error: BaseException | None) -> None:
-        run = self._now
+        run = self._run
         try:
             if error is not None:
                 run.fail(error)
@@ -301,12 +255,8 @@ class ThreadLanes(Lanes):
             if error is None and run.error is not None:
                 raise run.error
         finally:
-            self._run = None
+            self._run = _Run()
             self._used.release()
-
-    def time_us(self, begin: _HostEvent, end: _HostEvent) -> float:
-        end.wait()
-        return (end.ns - begin.ns) / 1e3
 
     def close(self) -> None:
         for worker in self._workers:

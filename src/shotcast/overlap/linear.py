@@ -241,13 +241,9 @@ class ColumnParallelLinear(_Divided):
 
         def plain() -> Any:
             computations = {"compute 0": of_input, "compute 1": of_parameters}
-            if by_rows:
-                plan, communications = (
-                    schedule.gather_and_scatter(),
-                    {"communicate 0": gather, "communicate 1": sum_over_ranks},
-                )
-            else:
-                plan, communications = schedule.beside(), {"communicate 0": sum_over_ranks}
+            plan = schedule.gather_and_scatter() if by_rows else schedule.beside()
+            messages = (gather, sum_over_ranks) if by_rows else (sum_over_ranks,)
+            communications = {f"communicate {number}": message for number, message in enumerate(messages)}
             return self._controller.run(plan, computations, communications)["compute 1"]
 
         ways: dict[str, Callable[[], Any]] = {SEQUENTIAL: sequential}

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from shotcast.collectives.communicator import Communicator
+from shotcast.collectives.started import tensors_in
 from shotcast.errors import ConfigError
 from shotcast.hardware.detect import available_cores
 from shotcast.overlap.lanes import one_hardware_queue
@@ -116,25 +117,17 @@ def _different(comm: Communicator, ways: Sequence[Way]) -> list[str]:
     """Return the names of ways whose results differ in bits from the first one's on any rank. Collective."""
     if len(ways) < 2:
         return []
-    wanted = [tensor.clone() for tensor in _tensors(ways[0].run())]  # a way may write into the tensors of another
+    wanted = [tensor.clone() for tensor in tensors_in(ways[0].run())]  # a way may write into the tensors of another
     differ = []
     for way in ways[1:]:
-        found = _tensors(way.run())
-        equal = len(found) == len(wanted) and all(map(_same_bits, found, wanted))
-        differ.append(0.0 if equal else 1.0)
+        found = list(tensors_in(way.run()))
+        differ.append(float(len(found) != len(wanted) or not all(map(_same_bits, found, wanted))))
     return [way.name for way, differs in zip(ways[1:], agreed(comm, differ), strict=True) if differs]
 
 
-def _tensors(result: Any) -> list[torch.Tensor]:
-    if isinstance(result, torch.Tensor):
-        return [result]
-    return [one for each in result for one in _tensors(each)] if isinstance(result, list | tuple) else []
-
-
 def _same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
-    if x.shape != y.shape or x.dtype != y.dtype:
-        return False
-    return torch.equal(*(one.contiguous().view(-1).view(torch.uint8) for one in (x, y)))  # NaN equals NaN
+    bits = (one.contiguous().view(-1).view(torch.uint8) for one in (x, y))  # NaN equals NaN
+    return x.shape == y.shape and x.dtype == y.dtype and torch.equal(*bits)
 
 
 def measure(comm: Communicator, ways: Sequence[Way], rounds: int = ROUNDS) -> dict[str, float]:

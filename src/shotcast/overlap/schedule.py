@@ -21,8 +21,8 @@ COMPUTE_LANE = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Compute:
-    """A step of computation.
+class Step:
+    """A step of a schedule.
 
     Attributes:
         name: a unique name.
@@ -33,20 +33,16 @@ class Compute:
     after: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Communicate:
-    """A step of communication, which every rank runs.
+class Compute(Step):
+    """A step of computation; arguments as for :class:`Step`."""
 
-    Attributes:
-        name: a unique name.
-        after: the names of earlier steps whose results it needs.
-    """
-
-    name: str
-    after: tuple[str, ...] = ()
+    __slots__ = ()
 
 
-Step = Compute | Communicate
+class Communicate(Step):
+    """A step of communication, which every rank runs; arguments as for :class:`Step`."""
+
+    __slots__ = ()
 
 
 class Order(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 
 from shotcast.collectives.calls.caller import key_of
+from shotcast.collectives.calls.coalesced import flat
 from shotcast.collectives.communicator import Communicator
 from shotcast.collectives.reductions import OF_TORCH, reduction_name
 from shotcast.collectives.torch_private import Unseen
 from shotcast.errors import ConfigError
 from shotcast.process_group import torch_private
 from shotcast.process_group.modes import visible
-from shotcast.process_group.operands import CallOperands, flat, is_dense, joined, movable
+from shotcast.process_group.operands import CallOperands, is_dense, joined, movable
 from shotcast.process_group.routing import is_scaled, route_of
 from shotcast.process_group.works import DoneWork, SeveralWorks
 
@@ -45,18 +46,14 @@ class Calls:
     _rank: int
     _world_size: int
 
+    # of the group: they run a call on a communicator, repeat an earlier one, and use an inner group
     _own: Callable[..., DoneWork]
-    """Runs a call on a device's communicator."""
     _again: Callable[..., DoneWork | None]
-    """Repeats an earlier call; returns None and does nothing if there was none."""
     _inner: Callable[..., DoneWork]
-    """Runs a call on a device's inner group."""
     _message: Callable[..., DoneWork]
-    """Sends or receives a message on an inner group."""
     _ends_on_gpus: Callable[[], list[Callable[[], None]]]
     """Returns, for each GPU with calls, a function that makes the host wait for the calls so far."""
     _check_gpus: Callable[[], None]
-    """Raises the error of a failed call on a GPU, if one is known."""
 
     # -- reductions ---------------------------------------------------------------------------------------------------
 
@@ -77,7 +74,7 @@ class Calls:
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> DoneWork:
         """Reduce tensors over all ranks, in place."""
         opts = opts if opts is not None else dist.AllreduceCoalescedOptions()
-        xs, op = [torch_private.plain(x) for x in tensors], "all_reduce_coalesced"
+        xs, op = _plain(tensors), "all_reduce_coalesced"
         if not xs or torch_private.has_no_data(xs[0]):
             return DoneWork(list(tensors))
         name, factor = _reduction(opts, *[x.dtype for x in xs])
@@ -114,7 +111,7 @@ class Calls:
         opts = _options(dist.ReduceScatterOptions, opts, op, None)
         given = _only(outputs, "reduce_scatter")
         name, factor = _reduction(opts, given.dtype)
-        out, xs = torch_private.plain(given), [torch_private.plain(part) for part in _list(inputs)]
+        out, xs = torch_private.plain(given), _plain(_list(inputs))
         if torch_private.has_no_data(out):
             return DoneWork([given])
         _sized("reduce_scatter", len(xs), self._world_size, "tensors")
@@ -154,8 +151,6 @@ class Calls:
         self, op: str, output: torch.Tensor, x: torch.Tensor, opts: Any, reduction: tuple[str, Any] | None = None
     ) -> DoneWork:
         """Run a reduce_scatter or an all_gather: the larger of two tensors has the parts of all ranks."""
-        if torch_private.has_no_data(output):
-            return DoneWork([output])
         out, own = torch_private.plain(output), torch_private.plain(x)
         self._check_single(op, op, out, own)
         options = {} if reduction is None else {"reduction": reduction[0]}
@@ -172,7 +167,7 @@ class Calls:
         return self._call(op, make, [output], [own], [out], opts, inner, *(reduction or ()))
 
     def _single_coalesced(self, op: str, outputs: Any, inputs: Any, opts: Any) -> DoneWork:
-        outs, xs = [torch_private.plain(out) for out in outputs], [torch_private.plain(x) for x in inputs]
+        outs, xs = _plain(outputs), _plain(inputs)
         call = f"{op}_coalesced"
         _sized(call, len(xs), len(outs), "inputs")
         if not outs or torch_private.has_no_data(outs[0]):
@@ -198,12 +193,9 @@ class Calls:
         )
 
     def _check_single(self, op: str, call: str, out: torch.Tensor, x: torch.Tensor) -> None:
-        if op == "reduce_scatter":
-            _sized(call, out.numel() * self._world_size, x.numel())
-            _alike(call, [out, x])
-        else:
-            _sized(call, out.numel(), x.numel() * self._world_size)
-            _alike(call, [x, out])
+        part, whole = (out, x) if op == "reduce_scatter" else (x, out)
+        _sized(call, whole.numel(), part.numel() * self._world_size)
+        _alike(call, [part, whole])
 
     # -- copies -------------------------------------------------------------------------------------------------------
 
@@ -236,7 +228,7 @@ class Calls:
         opts = _options(torch_private.AllgatherOptions, opts, None, timeout)
         nested = isinstance(outputs[0], list | tuple)
         given = list(outputs[0]) if nested else list(outputs)
-        outs, x = [torch_private.plain(out) for out in given], torch_private.plain(_only(inputs, "allgather"))
+        outs, x = _plain(given), torch_private.plain(_only(inputs, "allgather"))
         result = [given] if nested else given
         if torch_private.has_no_data(x):
             return DoneWork(result)
@@ -271,18 +263,15 @@ class Calls:
     @visible()
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> DoneWork:
         """Give every rank several tensors of all ranks; ``outputs[r][i]`` gets the i-th of rank r."""
-        opts = opts if opts is not None else torch_private.AllgatherOptions()
-        xs = [torch_private.plain(x) for x in inputs]
-        outs = [[torch_private.plain(out) for out in of_rank] for of_rank in outputs]
-        if not xs or torch_private.has_no_data(xs[0]):
+        op, xs, outs = "all_gather_coalesced", _plain(inputs), [_plain(of_rank) for of_rank in outputs]
+        if not xs:
             return DoneWork(list(outputs))
-        _sized("all_gather_coalesced", len(outs), self._world_size, "lists")
+        _sized(op, len(outs), self._world_size, "lists")
         for of_rank in outs:
-            _sized("all_gather_coalesced", len(of_rank), len(xs), "outputs of each rank")
+            _sized(op, len(of_rank), len(xs), "outputs of each rank")
             for out, x in zip(of_rank, xs, strict=True):
-                _sized("all_gather_coalesced", out.numel(), x.numel())
-                _alike("all_gather_coalesced", [x, out])
-        _on_one_device("all_gather_coalesced", xs)
+                _alike(op, [x, out], x.numel())
+        _on_one_device(op, xs)
 
         def make(comm: Communicator, data: CallOperands) -> None:
             wholes = comm.all_gather_coalesced([movable(x) for x in data.inputs])
@@ -291,23 +280,18 @@ class Calls:
 
         flattened = [out for of_rank in outs for out in of_rank]
         inner = "allgather_coalesced", outs, xs, opts
-        return self._call("all_gather_coalesced", make, list(outputs), xs, flattened, opts, inner)
+        return self._call(op, make, list(outputs), xs, flattened, opts, inner)
 
     @visible()
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, root: int = 0) -> DoneWork:
         """Give one rank the tensors of all ranks."""
         opts = _rooted(dist.GatherOptions, opts, root)
-        x = torch_private.plain(_only(inputs, "gather"))
-        given = _list(outputs)
-        outs = [torch_private.plain(out) for out in given]
+        x, given = torch_private.plain(_only(inputs, "gather")), _list(outputs)
+        outs = _plain(given)
         at_root = opts.rootRank == self._rank
         self._check_root("gather", opts.rootRank)
         _sized("gather", len(outs), self._world_size if at_root else 0, "tensors")
-        if torch_private.has_no_data(x):
-            return DoneWork(given)
-        if any(out.numel() != x.numel() for out in outs):
-            raise ValueError(f"gather: every tensor has the {x.numel()} elements of the one that is sent")
-        _alike("gather", [x, *outs])
+        _alike("gather", [x, *outs], x.numel())
 
         def make(comm: Communicator, data: CallOperands) -> None:
             whole = comm.gather(movable(data.inputs[0]), opts.rootRank)
@@ -322,16 +306,11 @@ class Calls:
         """Give every rank a tensor of one rank's list."""
         opts = _rooted(dist.ScatterOptions, opts, root)
         given = _only(outputs, "scatter")
-        out = torch_private.plain(given)
-        xs = [torch_private.plain(part) for part in _list(inputs)]
+        out, xs = torch_private.plain(given), _plain(_list(inputs))
         at_root = opts.rootRank == self._rank
         self._check_root("scatter", opts.rootRank)
         _sized("scatter", len(xs), self._world_size if at_root else 0, "tensors")
-        if torch_private.has_no_data(out):
-            return DoneWork([given])
-        if any(x.numel() != out.numel() for x in xs):
-            raise ValueError(f"scatter: every tensor has the {out.numel()} elements of the one that is received")
-        _alike("scatter", [out, *xs])
+        _alike("scatter", [out, *xs], out.numel())
 
         def make(comm: Communicator, data: CallOperands) -> None:
             whole = torch.cat([movable(x) for x in data.inputs]) if at_root else None
@@ -344,11 +323,9 @@ class Calls:
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> DoneWork:
         """Send the i-th tensor of a list to rank i."""
         opts = opts if opts is not None else dist.AllToAllOptions()
-        outs, xs = [torch_private.plain(out) for out in outputs], [torch_private.plain(x) for x in inputs]
+        outs, xs = _plain(outputs), _plain(inputs)
         _sized("all_to_all", len(outs), self._world_size, "tensors")
         _sized("all_to_all", len(xs), self._world_size, "tensors")
-        if torch_private.has_no_data(xs[0]):
-            return DoneWork(list(outputs))
         _alike("all_to_all", [*xs, *outs])
 
         def make(comm: Communicator, data: CallOperands) -> None:
@@ -553,6 +530,10 @@ def _list(tensors: Any) -> list[torch.Tensor]:
     return list(tensors[0]) if tensors and isinstance(tensors[0], list | tuple) else list(tensors)
 
 
+def _plain(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [torch_private.plain(x) for x in tensors]
+
+
 def _begin(method: str, *arguments: Any) -> Any:
     *given, inner = arguments
     return getattr(inner, method)(*given)
@@ -587,9 +568,11 @@ def _sized(op: str, found: int, wanted: int, what: str = "elements") -> None:
         raise ValueError(f"{op}: {wanted} {what} are needed, and there are {found}")
 
 
-def _alike(op: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Raise ValueError unless tensors share one dtype and one device."""
+def _alike(op: str, tensors: Sequence[torch.Tensor], elements: int | None = None) -> None:
+    """Raise ValueError unless tensors share one dtype and one device, and all have this number of elements if given."""
     for x in tensors[1:]:
+        if elements is not None:
+            _sized(op, x.numel(), elements)
         if x.dtype != tensors[0].dtype:
             raise ValueError(f"{op}: a tensor has another dtype ({x.dtype}) than the others ({tensors[0].dtype})")
     _on_one_device(op, tensors)

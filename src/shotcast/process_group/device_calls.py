@@ -56,7 +56,7 @@ class DeviceCalls:
                 self.comm = Communicator.from_store(
                     rendezvous, self._device, timeout_s=self.timeout_s, setup_timeout_s=self.timeout_s
                 )
-                self.comm._leave_versions()
+                self.comm._prepared.counts_versions = False  # like torch.distributed
             except ShotcastError as error:  # later calls would wait as long again
                 self._error = error
                 raise
@@ -123,8 +123,7 @@ class DeviceCalls:
         """Return whether this is a callback at the end of a call that the thread has run.
 
         Its calls run at once, in the position of the future's completion, which is after all calls issued before the
-        future was requested. A callback added after the call has finished also issues its calls after those. No caller
-        holds the lock at that point, except possibly one that waits for the thread.
+        future was requested. No caller holds the lock at that point, except possibly one that waits for the thread.
         """
         return self._starter is not None and self._starter.is_current()
 

@@ -77,7 +77,7 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
         gloo = torch_private.inner_gloo(self._part("gloo"), rank, world_size, timeout, weakref.ref(self))
         self._inners: dict[str, Any] = {"cpu": gloo}
         self._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
-        if torch_private.has_nccl() and not gpus_are_shared():
+        if dist.is_nccl_available() and torch.cuda.is_available() and not gpus_are_shared():
             self._inners["cuda"] = self._nccl("nccl", rank, world_size)
             self._register_backend(torch.device("cuda"), kinds.NCCL, self._inners["cuda"])
         elif torch.cuda.is_available():

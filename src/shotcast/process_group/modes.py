@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
+from shotcast.collectives.started import tensors_in
 from shotcast.process_group import torch_private
 from shotcast.process_group.torch_private import dispatch_modes
 
@@ -40,7 +41,7 @@ def _dispatched(name: str, method: Callable[..., Any], group: Any, /, *args: Any
     if not seeing:
         return method(group, *args, **kwargs)
     end = _End(group, functools.partial(method, group, *args, **kwargs))
-    operator = getattr(torch_private.group_of_operators(group), name)
+    operator = getattr(torch_private.ProcessGroup(group.rank(), group.size()), name)  # of `torch.ops.c10d`
     given = {key: value for key, value in kwargs.items() if value is not None}
     with torch_private.replaced_modes([end, *seeing, _Begin(end)]):
         work = operator(*[value for value in args if value is not None], **given)
@@ -57,7 +58,7 @@ class _Begin(torch_private.DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (place := torch_private.place_of_group(func)) is not None:
             args = (*args[:place], self._end.group.boxed(), *args[place + 1 :])
-            self._end.operands = torch_private.tensors_of(args)
+            self._end.operands = list(tensors_in(args))
         return func(*args, **(kwargs or {}))
 
 
@@ -72,12 +73,13 @@ class _End(torch_private.DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         place = torch_private.place_of_group(func)
-        if place is None or torch_private.unboxed_group(args[place]) is not self.group or not self._has_operands(args):
+        group = None if place is None else torch_private.ProcessGroup.unbox(args[place])
+        if group is not self.group or not self._has_operands(args):
             return func(*args, **(kwargs or {}))
         self.work = self._make()
         boxed = self.work.boxed()
         return (args[0], boxed) if len(func._schema.returns) == 2 else boxed
 
     def _has_operands(self, args: Any) -> bool:
-        found = torch_private.tensors_of(args)
+        found = list(tensors_in(args))
         return len(found) == len(self.operands) and all(a is b for a, b in zip(found, self.operands, strict=True))

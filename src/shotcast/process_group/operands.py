@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from shotcast import wire
+from shotcast.collectives.calls.coalesced import flat
 from shotcast.collectives.torch_private import Unseen
 
 
@@ -59,11 +60,6 @@ class CallOperands:
         with Unseen():
             for out, part in zip(self.outputs, whole, strict=True):
                 movable(out).copy_(part)
-
-
-def flat(x: torch.Tensor) -> torch.Tensor:
-    """Flatten a tensor to a contiguous one with one dimension."""
-    return x if x.dim() == 1 else x.view(-1)
 
 
 def movable(x: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from torch._C import _profiler
 from torch._C._dynamo import eval_frame as _eval_frame
 from torch.autograd import profiler
 from torch.distributed import distributed_c10d
-from torch.utils import _python_dispatch, _pytree
+from torch.utils import _python_dispatch
 
 from shotcast.collectives.vendor.nccl_library import keep_graphs_from_registering
 
@@ -65,11 +65,6 @@ def _replace(modes: Sequence[Any], others: Sequence[Any]) -> None:
         _python_dispatch._push_mode(mode)
 
 
-def group_of_operators(group: Any) -> Any:
-    """Return a C++ group of these ranks, whose methods are operators of ``torch.ops.c10d``."""
-    return ProcessGroup(group.rank(), group.size())
-
-
 @functools.cache
 def place_of_group(operator: Any) -> int | None:
     """Return the position of the group among the arguments of a ``torch.ops.c10d`` operator; None for others."""
@@ -77,15 +72,6 @@ def place_of_group(operator: Any) -> int | None:
         return None
     names = [argument.name for argument in operator._schema.arguments]
     return names.index("process_group") if "process_group" in names else None
-
-
-def unboxed_group(boxed: Any) -> Any:
-    return ProcessGroup.unbox(boxed)
-
-
-def tensors_of(arguments: Any) -> list[torch.Tensor]:
-    """Return all tensors among an operator's arguments."""
-    return [x for x in _pytree.tree_leaves(arguments) if isinstance(x, torch.Tensor)]
 
 
 def premul_factor(op: Any) -> float | torch.Tensor:
@@ -232,16 +218,7 @@ def other_backends(name: str) -> dict[str, str]:
 
 def bound_device() -> torch.device | None:
     """Return the device of ``init_process_group(device_id=...)``; None if not given, or if there is no group yet."""
-    if not dist.is_initialized():
-        return None
-    world = dist.group.WORLD
-    bound: torch.device | None = getattr(world, "bound_device_id", None)
-    return bound
-
-
-def has_nccl() -> bool:
-    """Return whether this build has NCCL and this process has a GPU."""
-    return bool(dist.is_nccl_available() and torch.cuda.is_available())
+    return getattr(dist.group.WORLD, "bound_device_id", None) if dist.is_initialized() else None
 
 
 is_profiled: Callable[[], bool] = functools.partial(getattr, profiler, "_is_profiler_enabled")

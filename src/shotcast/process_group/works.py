@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shotcast.collectives.started import Handle
+from shotcast.collectives.started import Handle, tensors_in
 from shotcast.errors import CollectiveTimeout
 from shotcast.process_group import torch_private
 
@@ -57,7 +57,7 @@ class DoneWork(torch_private.Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future of the tensors that the call writes."""
-        future: torch.futures.Future[Any] = torch.futures.Future(devices=cuda_devices(self._result))
+        future: torch.futures.Future[Any] = torch.futures.Future(devices=_gpus_of(self._result))
         future.set_result(self._result)
         return future
 
@@ -236,6 +236,5 @@ class SeveralWorks(DoneWork):
         return together.then(lambda _: self._result)
 
 
-def cuda_devices(result: Any) -> list[int | str | torch.device]:
-    tensors = [one for part in result for one in (part if isinstance(part, list) else [part])]
-    return list(dict.fromkeys(one.device for one in tensors if one.is_cuda))
+def _gpus_of(result: Any) -> list[int | str | torch.device]:
+    return list(dict.fromkeys(one.device for one in tensors_in(result) if one.is_cuda))

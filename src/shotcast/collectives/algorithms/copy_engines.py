@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 from shotcast.collectives.algorithm import Algorithm, CollectiveProblem, Form, Workspace, slice_of_message
@@ -33,16 +34,15 @@ _BLOCK_WORDS, _WARPS, _MOST_PROGRAMS = 2048, 8, 528
 """The launch of the sums, which wait for nothing: four programs on each SM of an H100."""
 
 
-def _reduce_work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
-    return _with_meetings(two_shot.work(nbytes, shape, itemsize), 3)
+def _with_meetings(work: Callable[[int, NodeShape, int], Work], count: int) -> Callable[[int, NodeShape, int], Work]:
+    def with_meetings(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
+        alone = work(nbytes, shape, itemsize)
+        return alone._replace(steps=alone.steps + count)
+
+    return with_meetings
 
 
-def _copy_work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
-    return _with_meetings(one_shot.part_work(nbytes, shape, itemsize), 2)
-
-
-def _with_meetings(work: Work, count: int) -> Work:
-    return work._replace(steps=work.steps + count)
+_reduce_work, _copy_work = _with_meetings(two_shot.work, 3), _with_meetings(one_shot.part_work, 2)
 
 
 def launch(problem: CollectiveProblem) -> LaunchShape:
@@ -62,10 +62,6 @@ def launch(problem: CollectiveProblem) -> LaunchShape:
     return LaunchShape(min(_MOST_PROGRAMS, math.ceil(chunk / (4 * _BLOCK_WORDS))), _BLOCK_WORDS, _WARPS, chunk)
 
 
-def _workspace(problem: CollectiveProblem) -> Workspace:
-    return Workspace(ENGINE_ROOM, problem.topology.max_bytes)
-
-
 def _unsupported_reason(problem: CollectiveProblem) -> str:
     if problem.topology.shape.nodes > 1:
         return "all ranks are not on one node"
@@ -81,7 +77,7 @@ def _form(**fields: Any) -> Form:
         triton="shotcast.transport.triton.copy_engines:bind",
         launch=launch,
         unsupported_reason=_unsupported_reason,
-        workspace=_workspace,
+        workspace=lambda problem: Workspace(ENGINE_ROOM, problem.topology.max_bytes),
         uneven=False,
         flags_words=False,
         shared_from=_SHARED_FROM,

@@ -85,11 +85,6 @@ def launch_unsupported_reason(problem: CollectiveProblem, shape: LaunchShape) ->
     return f"{launch} take {steps} steps" if steps >= most else ""
 
 
-def _own_unsupported_reason(problem: CollectiveProblem) -> str:
-    """Return why no launch works: the window is too small for the message."""
-    return launch_unsupported_reason(problem, launch(problem))
-
-
 def _part(problem: CollectiveProblem) -> int:
     """Return the bytes of the longest part, which a rank sends to each other rank."""
     if problem.sizes:
@@ -98,11 +93,11 @@ def _part(problem: CollectiveProblem) -> int:
 
 
 def _form(**fields: Any) -> Form:
-    bind = "shotcast.transport.triton.few_sms:bind"
     return Form(
-        triton=bind,
+        triton="shotcast.transport.triton.few_sms:bind",
         launch=launch,
-        unsupported_reason=_own_unsupported_reason,
+        # no launch works if the window is too small for the message
+        unsupported_reason=lambda problem: launch_unsupported_reason(problem, launch(problem)),
         launches=launches,
         launch_unsupported_reason=launch_unsupported_reason,
         workspace=window_alone,
@@ -118,14 +113,8 @@ ALGORITHM = Algorithm(
     summary="as two-shot and one-shot, by a program for each SM that the call may occupy (`sms=`)",
     color="#4c78a8",
     forms={
-        Op.ALL_REDUCE: _form(
-            work=two_shot.work,
-            any_reduction=True,
-        ),
-        Op.REDUCE_SCATTER: _form(
-            work=one_shot.part_work,
-            any_reduction=True,
-        ),
+        Op.ALL_REDUCE: _form(work=two_shot.work, any_reduction=True),
+        Op.REDUCE_SCATTER: _form(work=one_shot.part_work, any_reduction=True),
         Op.ALL_GATHER: _form(work=one_shot.part_work),
         Op.ALL_TO_ALL: _form(work=one_shot.part_work),
         Op.BROADCAST: _form(work=one_shot.broadcast_work),

@@ -52,12 +52,12 @@ from typing import Any, NamedTuple
 
 from shotcast import wire
 from shotcast.collectives.algorithm import Algorithm, CollectiveProblem, Form, Workspace, slice_in_node
-from shotcast.collectives.fused_rows import rows_unsupported_reason, tile_launch, tiles_of_rows
+from shotcast.collectives.fused_rows import fused_forms, tiles_of_rows
 from shotcast.cost.collective import Work
 from shotcast.hardware.nodes import folded
 from shotcast.transport.triton.layout import WorkspaceLayout
 from shotcast.units import align_up
-from shotcast.wire import SIXTEEN_BITS, LaunchShape, NodeShape, Op, in_one_step
+from shotcast.wire import SIXTEEN_BITS, NodeShape, Op, in_one_step
 
 
 class Slice(NamedTuple):
@@ -134,11 +134,6 @@ def rounded_work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
     return to_all(nbytes, shape, 2, 2 * others / shape.nodes * rounded)
 
 
-def rows_launch(problem: CollectiveProblem) -> LaunchShape:
-    """Return the launch of a fused all-reduce: one program per tile of each slice."""
-    return tile_launch(problem, -(-tiles_of_rows(problem)[0] // problem.topology.shape.ranks_per_node))
-
-
 def rows_workspace(problem: CollectiveProblem) -> Workspace:
     """Return the workspace of a fused all-reduce in whole tiles: that of the phases in nodes or of the exchange.
 
@@ -180,24 +175,11 @@ def forms_of(
     form.
     """
     summed = Form(
-        work=work,
-        triton=triton,
-        hosts=hosts,
-        share=slice_in_node,
-        between_nodes=True,
-        divides=True,
-        **others,
+        work=work, triton=triton, hosts=hosts, share=slice_in_node, between_nodes=True, divides=True, **others
     )
-    normed = Form(
-        work=work,
-        triton=normed_triton,
-        hosts=normed_hosts,
-        launch=rows_launch,
-        workspace=rows_workspace,
-        unsupported_reason=rows_unsupported_reason,
-        between_nodes=True,
-    )
-    return {Op.ALL_REDUCE: summed, **dict.fromkeys(wire.ALL_REDUCE_NORMS, normed)}
+    kernels = {"triton": normed_triton, "hosts": normed_hosts, "between_nodes": True}
+    normed = fused_forms(work, lambda problem: problem.topology.shape.ranks_per_node, rows_workspace, **kernels)
+    return {Op.ALL_REDUCE: summed, **normed}
 
 
 def _unsupported_reason_of_16_bits(problem: CollectiveProblem) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from shotcast import wire
 from shotcast.collectives.algorithm import Algorithm, CollectiveProblem, Form, Workspace, slice_of_message, window_alone
-from shotcast.collectives.fused_rows import rows_unsupported_reason, tile_launch, tiles_of_rows
+from shotcast.collectives.fused_rows import fused_forms, tiles_of_rows
 from shotcast.cost.collective import Work
 from shotcast.transport.triton.layout import CHUNKS_IN_WINDOW, QUAD, window_bytes
 from shotcast.units import align_up
@@ -41,10 +41,6 @@ def _all_reduce_workspace(problem: CollectiveProblem) -> Workspace:
 def _fused_workspace(problem: CollectiveProblem) -> Workspace:
     tiles, block = tiles_of_rows(problem)
     return Workspace(tiles * problem.topology.world_size * block * 4, 2 * problem.topology.max_bytes)
-
-
-def _fused_launch(problem: CollectiveProblem) -> LaunchShape:
-    return tile_launch(problem, tiles_of_rows(problem)[0])
 
 
 def _gather_workspace(problem: CollectiveProblem) -> Workspace:
@@ -146,16 +142,12 @@ ALGORITHM = Algorithm(
             hosts="shotcast.transport.network.copies:BARRIER",
             share=slice_of_message,
         ),
-        **dict.fromkeys(
-            wire.ALL_REDUCE_NORMS,
-            Form(
-                work=all_reduce_work,
-                triton="shotcast.transport.triton.fused_one_shot:bind",
-                cpu="shotcast.transport.cpu.fused:ONE_SHOT",
-                launch=_fused_launch,
-                workspace=_fused_workspace,
-                unsupported_reason=rows_unsupported_reason,
-            ),
+        **fused_forms(
+            all_reduce_work,
+            lambda problem: 1,
+            _fused_workspace,
+            triton="shotcast.transport.triton.fused_one_shot:bind",
+            cpu="shotcast.transport.cpu.fused:ONE_SHOT",
         ),
     },
 )

@@ -51,14 +51,8 @@ ALGORITHM = Algorithm(
     in_contract=lambda shape: shape.world_size == 2,  # the addition of two ranks commutes
     color="#7f7f7f",
     forms={
-        Op.ALL_REDUCE: _form(
-            "shotcast.transport.cpu.ring:ALL_REDUCE",
-            work=all_reduce_work,
-        ),
-        Op.REDUCE_SCATTER: _form(
-            "shotcast.transport.cpu.ring:REDUCE_SCATTER",
-            work=half_work,
-        ),
+        Op.ALL_REDUCE: _form("shotcast.transport.cpu.ring:ALL_REDUCE", work=all_reduce_work),
+        Op.REDUCE_SCATTER: _form("shotcast.transport.cpu.ring:REDUCE_SCATTER", work=half_work),
         Op.ALL_GATHER: _form("shotcast.transport.cpu.ring:ALL_GATHER", work=half_work, uneven=False, any_dtype=False),
     },
 )

@@ -9,12 +9,11 @@ show that one pass hides under the transfers of the other.
 
 from __future__ import annotations
 
-from shotcast import wire
 from shotcast.collectives.algorithm import Algorithm, CollectiveProblem, Form, Workspace, slice_of_message
-from shotcast.collectives.fused_rows import rows_unsupported_reason, tile_launch, tiles_of_rows
+from shotcast.collectives.fused_rows import fused_forms, tiles_of_rows
 from shotcast.cost.collective import Work
 from shotcast.units import align_up
-from shotcast.wire import LaunchShape, NodeShape, Op
+from shotcast.wire import NodeShape, Op
 
 
 def work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
@@ -26,10 +25,6 @@ def _fused_workspace(problem: CollectiveProblem) -> Workspace:
     tiles, block = tiles_of_rows(problem)
     copies = 2 * align_up(tiles, problem.topology.world_size)
     return Workspace(copies * block * 4, 2 * problem.topology.max_bytes)
-
-
-def _fused_launch(problem: CollectiveProblem) -> LaunchShape:
-    return tile_launch(problem, -(-tiles_of_rows(problem)[0] // problem.topology.world_size))
 
 
 def reduce_work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
@@ -59,16 +54,12 @@ ALGORITHM = Algorithm(
             any_reduction=True,
             divides=True,
         ),
-        **dict.fromkeys(
-            wire.ALL_REDUCE_NORMS,
-            Form(
-                work=work,
-                triton="shotcast.transport.triton.fused_two_shot:bind",
-                cpu="shotcast.transport.cpu.fused:TWO_SHOT",
-                launch=_fused_launch,
-                workspace=_fused_workspace,
-                unsupported_reason=rows_unsupported_reason,
-            ),
+        **fused_forms(
+            work,
+            lambda problem: problem.topology.world_size,
+            _fused_workspace,
+            triton="shotcast.transport.triton.fused_two_shot:bind",
+            cpu="shotcast.transport.cpu.fused:TWO_SHOT",
         ),
     },
 )

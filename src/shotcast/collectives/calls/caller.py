@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from abc import abstractmethod
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -31,16 +30,13 @@ class Caller(Collectives):
     _run: Callable[..., ResolvedCall]
     """Runs a call on checked tensors: :meth:`Communicator._run`."""
     explain: Callable[..., Explanation]
+    topology: Topology
+    """The facts about ranks and machine that determine the choice of algorithms."""
 
     def __init_subclass__(cls) -> None:
         for name, method in vars(cls).items():
             if inspect.isfunction(method) and not name.startswith("_"):
                 method.__qualname__ = f"Communicator.{name}"  # which Python's errors about arguments give
-
-    @property
-    @abstractmethod
-    def topology(self) -> Topology:
-        """The facts about ranks and machine that determine the choice of algorithms."""
 
     def _make(
         self,

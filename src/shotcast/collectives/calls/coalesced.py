@@ -41,7 +41,7 @@ class CoalescedCalls(SumCalls, CopyCalls):
         results = list(self._checked(xs, outs, "all_reduce_coalesced"))
         exact = LOSSLESS if algorithm == "auto" else algorithm
         for places in _by_dtype(results):
-            joined = torch.cat([_flat(results[place]) for place in places])
+            joined = torch.cat([flat(results[place]) for place in places])
             whole = self.all_reduce(joined, algorithm=exact, reduction=reduction, sms=sms)
             parts = _parts(whole, [results[place].numel() for place in places], 0, outs is None)
             for place, part in zip(places, parts, strict=True):
@@ -94,7 +94,7 @@ class CoalescedCalls(SumCalls, CopyCalls):
             for x in self._checked(xs, outs, "all_gather_coalesced", lambda x: (x.shape[0] * parts, *x.shape[1:]))
         ]
         for places in _by_dtype(results):
-            joined = torch.cat([_flat(results[place]) for place in places])
+            joined = torch.cat([flat(results[place]) for place in places])
             whole = self.all_gather(joined, algorithm=algorithm, sms=sms).view(parts, -1)
             pieces = _parts(whole, [results[place].numel() for place in places], 1, outs is None)
             for place, piece in zip(places, pieces, strict=True):
@@ -147,7 +147,7 @@ class CoalescedCalls(SumCalls, CopyCalls):
         return checked
 
 
-def _flat(x: torch.Tensor) -> torch.Tensor:
+def flat(x: torch.Tensor) -> torch.Tensor:
     """Flatten a contiguous tensor, without a view if it already has one dimension: a view takes microseconds."""
     return x if x.dim() == 1 else x.view(-1)
 

@@ -93,20 +93,9 @@ class CopyCalls(Caller):
         if even and (prepared := self._prepared.find(key, operands)) and (done := prepared.run(operands)) is not None:
             return done
         x = dense(x, "x", self.device, "all_to_all")
-        if not even:
-            return self._all_to_all_uneven(x, out, algorithm, sms, input_sizes, output_sizes)
-        rows_per_rank(x, self.world_size, "all_to_all")
-        return self._make(ops.ALL_TO_ALL, x, out, (key, operands), {"algorithm": algorithm, "sms": sms})
-
-    def _all_to_all_uneven(
-        self,
-        x: torch.Tensor,
-        out: torch.Tensor | None,
-        algorithm: str,
-        sms: int | None,
-        input_sizes: Sequence[int] | None,
-        output_sizes: Sequence[int] | None,
-    ) -> torch.Tensor:
+        if even:
+            rows_per_rank(x, self.world_size, "all_to_all")
+            return self._make(ops.ALL_TO_ALL, x, out, (key, operands), {"algorithm": algorithm, "sms": sms})
         if sms is not None:
             raise ConfigError("all_to_all: parts of different sizes keep to no number of SMs; leave sms out")
         sent, received = (

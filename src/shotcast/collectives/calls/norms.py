@@ -2,37 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from shotcast import wire
 from shotcast.collectives import separate_norm
 from shotcast.collectives.calls.copies import CopyCalls
 from shotcast.collectives.calls.sums import SumCalls
 from shotcast.collectives.norm_operands import Fp8Normed, aligned, copy_back, is_aligned, norm_operands
-from shotcast.collectives.ops import OPS, OpSpec
+from shotcast.collectives.ops import OPS
 from shotcast.collectives.prepared import Given
 from shotcast.collectives.torch_ops import autograd, operators
 from shotcast.collectives.torch_private import is_traced
 from shotcast.memory.operands import NormTensors
 from shotcast.wire import LAYER, RMS, Norm, Op
-
-
-class _Form(NamedTuple):
-    """A fused operation: the kind of norm, and its forms."""
-
-    kind: str
-    spec: OpSpec
-    fp8_spec: OpSpec
-
-    @classmethod
-    def of(cls, op: Op) -> _Form:
-        kind = LAYER if op is Op.ALL_REDUCE_LAYER_NORM else RMS
-        return cls(kind, OPS[op.label], OPS[f"{op.label}_fp8"])
-
-
-_FORMS = {op.value: _Form.of(op) for op in wire.ALL_REDUCE_NORMS}
 
 
 class NormCalls(SumCalls, CopyCalls):
@@ -65,7 +48,7 @@ class NormCalls(SumCalls, CopyCalls):
         Returns:
             ``(normed, new_residual)``. Differentiable.
         """
-        return self._norm(Op.ALL_REDUCE_RMS_NORM, x, residual, weight, None, eps, algorithm, out)
+        return self._norm(RMS, x, residual, weight, None, eps, algorithm, out)
 
     def all_reduce_rms_norm_fp8(
         self,
@@ -94,7 +77,7 @@ class NormCalls(SumCalls, CopyCalls):
             ``Fp8Normed(quantized, scale, new_residual, normed)``; not differentiable.
         """
         operands = x, residual, weight, None, eps, algorithm, out, True, scale, with_normed
-        return self._norm(Op.ALL_REDUCE_RMS_NORM, *operands)
+        return self._norm(RMS, *operands)
 
     def all_reduce_layer_norm(
         self,
@@ -119,7 +102,7 @@ class NormCalls(SumCalls, CopyCalls):
         Returns:
             ``(normed, new_residual)``. Differentiable.
         """
-        return self._norm(Op.ALL_REDUCE_LAYER_NORM, x, residual, weight, bias, eps, algorithm, out)
+        return self._norm(LAYER, x, residual, weight, bias, eps, algorithm, out)
 
     def all_reduce_layer_norm_fp8(
         self,
@@ -135,11 +118,11 @@ class NormCalls(SumCalls, CopyCalls):
     ) -> Fp8Normed:
         """Run :meth:`all_reduce_layer_norm`, and return the norm in FP8 as :meth:`all_reduce_rms_norm_fp8` does."""
         operands = x, residual, weight, bias, eps, algorithm, out, True, scale, with_normed
-        return self._norm(Op.ALL_REDUCE_LAYER_NORM, *operands)
+        return self._norm(LAYER, *operands)
 
     def _norm(
         self,
-        op: Op,
+        kind: str,
         x: torch.Tensor,
         residual: torch.Tensor,
         weight: torch.Tensor,
@@ -161,23 +144,23 @@ class NormCalls(SumCalls, CopyCalls):
         written = normed if with_normed else None, new_residual, quantized, rows if scale is None else None
         operands = x, residual, weight, bias, scale, *written
         aliases = written[0] is x, new_residual is residual
-        key = op, algorithm, eps, type(eps), bias is None, out is None, aliases, fp8, scale is None, with_normed
+        key = kind, algorithm, eps, type(eps), bias is None, out is None, aliases, fp8, scale is None, with_normed
         if (prepared := self._prepared.find(key, operands)) and (done := prepared.run(operands)) is not None:
             return done
-        form = _FORMS[op.value]  # Dynamo of PyTorch 2.11 hashes no enumeration
-        spec = form.fp8_spec if fp8 else form.spec
+        spec = OPS[f"all_reduce_{kind}_norm{'_fp8' * fp8}"]
         named = {"x": x, "residual": residual, "weight": weight, "bias": bias, "scale": scale}
         options = {"eps": eps, "with_normed": with_normed, "algorithm": algorithm}
         if is_traced():
             return operators.traced_norm(spec, self, out, named | options)
         norm, tensors = norm_operands(
-            spec.name, self.device, x, residual, weight, eps, out, form.kind, bias, fp8, scale, with_normed
+            spec.name, self.device, x, residual, weight, eps, out, kind, bias, fp8, scale, with_normed
         )
         differentiable = () if fp8 else (x, residual, weight, bias, *(out or ()))
         if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in differentiable):
             made = autograd.record(spec, self, named | options)
             return made if out is None else (out[0].copy_(made[0]), out[1].copy_(made[1]))
-        self._run_norm(op, x, norm, tensors, algorithm, (key, operands))
+        assert spec.op is not None
+        self._run_norm(spec.op, x, norm, tensors, algorithm, (key, operands))
         if fp8:
             assert tensors.quantized is not None
             assert tensors.scale is not None

@@ -13,7 +13,7 @@ from shotcast import __version__, env
 from shotcast.collectives import fingerprints
 from shotcast.collectives.algorithm import Algorithms
 from shotcast.collectives.choice.resolver import Tables
-from shotcast.collectives.choice.table import PassedOver, fit_for, load, packaged
+from shotcast.collectives.choice.table import fit_for, load, packaged
 from shotcast.collectives.nodes import Nodes
 from shotcast.errors import ConfigError
 from shotcast.hardware.detect import cpu_model
@@ -48,8 +48,8 @@ def find_tables(part: str, shape: NodeShape, device: str, algorithms: Algorithms
     for path in env.table_paths():
         try:
             table = load(path, cpu_model() if device == "cpu" else part, shape, algorithms, device)
-            if isinstance(table, PassedOver):
-                passed.append(table.reason)
+            if isinstance(table, str):
+                passed.append(table)
             else:
                 tables.append(("user table", fit_for(table, transport, algorithms)))
         except ConfigError as error:

@@ -20,7 +20,9 @@ def unsupported_reason(problem: CollectiveProblem, name: str) -> str:
     if algorithm.library:
         # the library copies, or a fused operation becomes a sum, which is a separate problem, and a norm
         sums_itself = op in REDUCING and op not in FUSED and topology.world_size > 1
-        return _LIBRARY_VARIES if topology.batch_invariant and sums_itself else ""
+        if topology.batch_invariant and sums_itself:
+            return "in batch-invariant mode the vendor library reduces nothing, as its order depends on the size"
+        return ""
     form = algorithm.forms.get(op)
     if form is None:
         serving = [one for one in topology.algorithms.serving(op) if not one.library]
@@ -36,7 +38,7 @@ def unsupported_reason(problem: CollectiveProblem, name: str) -> str:
         if why := _not_reduced(problem, form):
             return why
         if topology.batch_invariant and not keeps_bits(problem, name):
-            return _OTHER_BITS
+            return "in batch-invariant mode sums have the bits of the numerics contract, and its are others"
     elif problem.dtype not in wire.DTYPES:
         return f"dtype {problem.dtype} has no code of its own"
     if problem.sizes and not form.uneven:
@@ -47,7 +49,10 @@ def unsupported_reason(problem: CollectiveProblem, name: str) -> str:
         return "all ranks are on one node"
     transport = topology.transport
     if not form.kernel(transport.field):
-        return _no_kernel(problem, algorithm)
+        forms = [one.forms[op] for one in topology.algorithms.serving(op) if not one.library]
+        if topology.shape.nodes > 1 and not any(form.kernel(transport.field) for form in forms):
+            return f"no native kernel carries {op.label} between hosts"
+        return transport.missing.format(name=name)
     if topology.network.puts and not form.between_nodes and op is not Op.BARRIER:
         return "it stores to all ranks, and those of other hosts are reached by puts"
     if form.between_nodes and transport.consecutive and not topology.layout.consecutive:
@@ -97,10 +102,6 @@ def _beside_others(problem: CollectiveProblem, form: Form, shape: LaunchShape) -
     return next(launch for most, launch in _BESIDE_OTHERS if ranks <= most)
 
 
-_LIBRARY_VARIES = "in batch-invariant mode the vendor library reduces nothing, as its order depends on the size"
-_OTHER_BITS = "in batch-invariant mode sums have the bits of the numerics contract, and its are others"
-
-
 def _not_reduced(problem: CollectiveProblem, form: Form) -> str:
     """Return why a form does not support the problem's reduction; empty if it does."""
     if problem.reduction not in wire.REDUCED.get(problem.dtype, ()):
@@ -120,14 +121,6 @@ def _not_reduced(problem: CollectiveProblem, form: Form) -> str:
         if form.any_reduction and form.between_nodes <= between and _is_to_name(problem, form)
     ]
     return f"only {' and '.join(able)} do more than sum {summed}, and this is {problem.reduction} of {problem.dtype}"
-
-
-def _no_kernel(problem: CollectiveProblem, algorithm: Algorithm) -> str:
-    topology, op = problem.topology, problem.op
-    forms = [one.forms[op] for one in topology.algorithms.serving(op) if not one.library]
-    if topology.shape.nodes > 1 and not any(form.kernel(topology.transport.field) for form in forms):
-        return f"no native kernel carries {op.label} between hosts"
-    return topology.transport.missing.format(name=algorithm.name)
 
 
 def by_cells(topology: Topology, dtype: str, form: Form) -> bool:

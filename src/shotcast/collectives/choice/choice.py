@@ -67,15 +67,11 @@ class Explanation:
 
     def __str__(self) -> str:
         shape, gate = self.launch, ", behind a gate" if self.gated else ""
-        how = (
-            ""
-            if self.by_library
-            else (
-                f" (chunks of {shape.chunk_bytes or 'default'} bytes)"
-                if shape.programs == 0
-                else f" ({shape.programs} programs of {shape.num_warps} warps, {shape.block_words} words a tile{gate})"
-            )
-        )
+        how = f" ({shape.programs} programs of {shape.num_warps} warps, {shape.block_words} words a tile{gate})"
+        if self.by_library:
+            how = ""
+        elif shape.programs == 0:
+            how = f" (chunks of {shape.chunk_bytes or 'default'} bytes)"
         dtype = f"{self.dtype}, captured" if self.mode == "graph" else self.dtype
         dtype += f", on at most {self.sms} SMs" if self.sms else ""
         dtype += ", batch-invariant" if self.batch_invariant else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import Any
 
 import torch
 
@@ -11,7 +12,7 @@ from shotcast import wire
 from shotcast.collectives import fingerprints
 from shotcast.collectives.algorithm import FUSED, CollectiveProblem, Topology
 from shotcast.collectives.algorithms.copy_engines import COPY_ENGINES
-from shotcast.collectives.arguments import operation, sm_budget
+from shotcast.collectives.arguments import sm_budget
 from shotcast.collectives.choice.candidates import candidates, capacity, launch_unsupported_reason, unsupported_reason
 from shotcast.collectives.choice.choice import Explanation
 from shotcast.collectives.choice.select import LOSSLESS, choose
@@ -20,7 +21,6 @@ from shotcast.collectives.first_use import CompiledVariant
 from shotcast.collectives.interface import BoundCall, Executor
 from shotcast.collectives.reductions import Reduction, check_reduction, is_divided, reduction_name
 from shotcast.errors import ConfigError, UnsupportedError
-from shotcast.memory.operands import NormTensors
 from shotcast.units import format_size
 from shotcast.wire import UNEVEN, CallPlan, LaunchShape, Norm, Op
 
@@ -43,13 +43,7 @@ class Handshake:
     def __init__(self, own: BoundCall, answer: BoundCall):
         self._in_turn = own, answer
 
-    def run(
-        self,
-        x: torch.Tensor | None,
-        out: torch.Tensor | None,
-        norm: NormTensors | None = None,
-        sizes: tuple[int, ...] = (),
-    ) -> None:
+    def run(self, *_: Any, **__: Any) -> None:
         """Exchange the headers; the tensors are untouched."""
         for bound in self._in_turn:
             bound.run(None, None)
@@ -68,11 +62,9 @@ class ResolvedCall:
     by_library: bool  # the vendor library makes the call
     bound: BoundCall | None  # the plan, bound to its kernels; None where no executor takes part
     # the variants that must have been compiled on all ranks, each with a bound call that uses it: the call's own, and
-    # that of the same call captured in a graph, where nothing can be compiled and tables may choose another. Empty once
-    # that is done
+    # that of the same call in a capture, which compiles nothing and may choose another. Empty once that is done
     needs: dict[CompiledVariant, BoundCall]
-    # the longest message, in bytes, that the workspace must be laid out for before the call, its captured variant
-    # included; 0 where any workspace will do
+    # the longest message, in bytes, that the workspace must be laid out for, also if captured; 0 where any will do
     capacity: int
     label: str  # a name for profilers and errors
     is_makeshift: bool = False  # it is made once, as the workspace has no room for the call that would be made
@@ -134,17 +126,8 @@ class Resolver:
         check_reduction(name, reduction, f"{op.label}: ")
         if is_divided(name, reduction):
             reduction = "sum"
-        return CollectiveProblem(
-            op,
-            count * dtype.itemsize,
-            name,
-            self.topology,
-            root,
-            sizes,
-            reduction,
-            norm,
-            budget if self.topology.runs_grids else 0,
-        )
+        nbytes, budget = count * dtype.itemsize, budget if self.topology.runs_grids else 0
+        return CollectiveProblem(op, nbytes, name, self.topology, root, sizes, reduction, norm, budget)
 
     def named(self, problem: CollectiveProblem, algorithm: str, sms: int | None) -> str:
         """Return the name of a call's algorithm: copy engines for a call limited to no SM, if they can serve it."""
@@ -223,7 +206,9 @@ class Resolver:
         self, x: torch.Tensor, op: str, algorithm: str, reduction: Reduction, mode: str, sms: int | None = None
     ) -> Explanation:
         """Return the explanation that :meth:`Communicator.explain` describes."""
-        asked = operation(op)
+        if not isinstance(op, str) or op.upper() not in Op.__members__:
+            raise ConfigError(f"explain: unknown operation {op!r}; there are {', '.join(o.label for o in Op)}")
+        asked = Op[op.upper()]
         if not isinstance(x, torch.Tensor):
             raise ConfigError(f"explain: x is a torch.Tensor, not {type(x).__name__}")
         kind = wire.LAYER if asked is Op.ALL_REDUCE_LAYER_NORM else wire.RMS

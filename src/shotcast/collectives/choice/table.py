@@ -1,25 +1,8 @@
-"""Tuned tables: thresholds as data with provenance. ``shotcast tune`` writes them (docs/guides/tuning.md).
+"""Tuned tables: thresholds as data with provenance, written by ``shotcast tune`` (format: docs/guides/tuning.md).
 
-A table is JSON::
-
-    {"format": 3, "part": "NVIDIA H200", "world_size": 4, "provenance": {...}, "measurements": [...],
-     "kernels": {"graph/all_reduce/bfloat16": {"one_shot": "0aa73a9f8c9f", "two_shot": "824a9b5195d6"}},
-     "entries": {"graph": {"all_reduce": {"bfloat16": [[65536, "one_shot", {"programs": 64, ...}],
-                                                       [null, "vendor", null]]}},
-                 "eager": {...}}}
-
-Each row serves messages up to its first number of bytes (null: any size); rows ascend. A row without a launch takes the
-algorithm's default. Calls captured in a CUDA graph look up ``graph``, all others ``eager``; if one of them has no rows
-for an operation and dtype, the other's rows apply. Provenance and measurements are for people.
-
-An operation of calls that may occupy up to 16 SMs (``sms``) is written ``all_reduce@16``. A call uses the rows of the
-smallest such number that is not below its limit; rows without one are for calls without a limit.
-
-A table for ranks on several nodes also has ``"nodes"``, the number of nodes; all have equally many ranks.
-
-``kernels`` has the fingerprints (:mod:`shotcast.device.fingerprint`) of the kernels that were measured for each entry.
-A table stays valid when kernels change, and explanations mention the change. A packaged table must declare it in
-``earlier_kernels``.
+Provenance and measurements are for people. ``kernels`` has the fingerprints (:mod:`shotcast.device.fingerprint`) of the
+kernels that were measured for each entry. A table stays valid when kernels change, and explanations mention the change.
+A packaged table must declare it in ``earlier_kernels``.
 """
 
 from __future__ import annotations
@@ -112,13 +95,6 @@ def operation_and_sms(written: str) -> tuple[str, int]:
     """Invert :func:`with_sms`; any other text is taken as the name of an operation."""
     op, _, sms = written.partition("@")
     return (op, int(sms)) if re.fullmatch("[1-9][0-9]{0,2}", sms) else (written, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class PassedOver:
-    """A user's table for other ranks, and why it was passed over."""
-
-    reason: str
 
 
 def parse(text: str, name: str, algorithms: Algorithms) -> Table:
@@ -252,8 +228,8 @@ def all_packaged(algorithms: Algorithms) -> list[Table]:
     return [parse(file.read_text(), file.name, algorithms) for file in files]
 
 
-def load(path: str, part: str, shape: NodeShape, algorithms: Algorithms, device: str = "cuda") -> Table | PassedOver:
-    """Load a user's table, unless it was made for other hardware or other numbers of ranks and nodes.
+def load(path: str, part: str, shape: NodeShape, algorithms: Algorithms, device: str = "cuda") -> Table | str:
+    """Load a user's table; return why it is not used if it is for other hardware or numbers of ranks and nodes.
 
     Raises ConfigError if it cannot be read, is malformed or is out of date, even if it was made for other hardware.
     """
@@ -264,7 +240,7 @@ def load(path: str, part: str, shape: NodeShape, algorithms: Algorithms, device:
     table = parse(text, path, algorithms)
     parts = (part, ANY_CPU) if device == "cpu" else (part,)
     if table.part not in parts or table.shape != shape:
-        return PassedOver(f"{path} is for {table.made_for}, and this is {ranks_of(part, shape)}")
+        return f"{path} is for {table.made_for}, and this is {ranks_of(part, shape)}"
     if device == "cpu" and any(mode == "graph" for mode, _, _ in table.rows):
         raise ConfigError(f"SHOTCAST_TABLE: {path} has entries for graph, and CPU ranks have eager calls only")
     return table

@@ -1,9 +1,7 @@
 """Agreement on the ranks at fault, after a call of the vendor library has failed.
 
-The library says that a call failed, but not which rank caused it. So each rank whose call fails reports to the job's
-store. A rank that has not reported a moment later is not in the call: it is late, stopped or dead. So is one whose call
-began after the first report. The first rank to decide writes its verdict for all others, including late arrivals, so
-all raise the same error.
+The library says that a call failed, but not which rank caused it. So ranks whose calls fail report to the job's store,
+and the first to decide writes its verdict for all others (docs/reference/protocols.md).
 
 The store may belong to the stopped process, and PyTorch waits for its answer forever. So threads query it, and nothing
 waits for an answer longer than a moment.
@@ -11,6 +9,7 @@ waits for an answer longer than a moment.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -67,12 +66,9 @@ class Blame:
 
     def raised(self) -> bool:
         """Return whether any rank has reported a fault, as far as the store answers."""
-        if self._unanswered():
-            return False
-        try:
-            return bool(self._asked(lambda: self._has("alarm"), _LOOK_S))
-        except (SilentStoreError, dist.DistError):
-            return False
+        with contextlib.suppress(SilentStoreError, dist.DistError):
+            return not self._unanswered() and bool(self._asked(lambda: self._has("alarm"), _LOOK_S))
+        return False
 
     def _unanswered(self) -> bool:
         return self._asking is not None and self._asking.is_alive()
@@ -96,19 +92,13 @@ class Blame:
             self._asking.join(left_s)
         return answer.get()
 
+    def _query(self, method: str, *arguments: Any) -> Any:
+        found = getattr(self._store, method)(*arguments)
+        self._heard = time.monotonic()
+        return found
+
     def _has(self, key: str) -> bool:
-        found = self._store.check([key])
-        self._heard = time.monotonic()
-        return found
-
-    def _get(self, key: str) -> bytes:
-        found = self._store.get(key)
-        self._heard = time.monotonic()
-        return found
-
-    def _set_first(self, key: str, value: str) -> None:
-        self._store.compare_set(key, "", value)
-        self._heard = time.monotonic()
+        return bool(self._query("check", [key]))
 
     def verdict(
         self,
@@ -133,8 +123,8 @@ class Blame:
     def _agree(
         self, members: Sequence[int], now: float, facts: dict[str, Any], settled: Callable[[], bool] | None
     ) -> Verdict:
-        self._set_first("alarm", repr(now))
-        self._set_first(f"report/{self._rank}", json.dumps(facts))
+        self._query("compare_set", "alarm", "", repr(now))
+        self._query("compare_set", f"report/{self._rank}", "", json.dumps(facts))
         until = time.monotonic() + _PATIENCE_S
         while time.monotonic() < until and not facts["interrupted"] and not self._has("verdict"):
             if settled is not None and settled():
@@ -144,8 +134,8 @@ class Blame:
                 break
             time.sleep(0.01)
         if not self._has("verdict"):
-            self._set_first("verdict", self._decide(members))
-        found = json.loads(self._get("verdict"))
+            self._query("compare_set", "verdict", "", self._decide(members))
+        found = json.loads(self._query("get", "verdict"))
         headers = {int(rank): HeaderWords(*words) for rank, words in found["headers"].items()}
         if facts["header"] is not None:
             headers[self._rank] = facts["header"]
@@ -153,8 +143,8 @@ class Blame:
 
     def _decide(self, members: Sequence[int]) -> str:
         came = [rank for rank in members if self._has(f"report/{rank}")]
-        reports = {rank: json.loads(self._get(f"report/{rank}")) for rank in came}
-        alarm = float(self._get("alarm"))
+        reports = {rank: json.loads(self._query("get", f"report/{rank}")) for rank in came}
+        alarm = float(self._query("get", "alarm"))
         reports = {rank: report for rank, report in reports.items() if report["begun"] <= alarm}
         headers = {rank: report["header"] for rank, report in reports.items() if report["header"]}
         absent = [rank for rank in members if rank not in reports]

@@ -155,7 +155,7 @@ class Vendor:
         headers = dict(zip(known.members, known.group.headers(call.header), strict=False))
         if len(set(headers.values())) > 1:
             if self._halt(self.generation, tells=False):  # the others compare the same headers
-                self._error = mismatch_of(self._host.members, headers, call.number, self._algorithms.names)
+                self._error = mismatch_of(self._host.members, headers, call.number, tuple(self._algorithms))
                 self._decided.set()
             raise CallError("the calls differ")
 
@@ -312,7 +312,7 @@ class Vendor:
         try:
             found = self._blame.verdict(members, call.header, waited_s, failure.cause, interrupted, settled)
             if found.reason == "mismatch":
-                names = self._algorithms.names
+                names = tuple(self._algorithms)
                 self._error = mismatch_of(self._host.members, found.headers, call.number, names, found.ranks)
             elif found.reason != "library":
                 self._error = self._timeout(found.ranks, call, found.reason)
