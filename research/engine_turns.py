@@ -1,6 +1,6 @@
 """Our engine beside vLLM's on the same GPUs, in turns: ms a token, ms to the first token, tokens/s, and a load.
 
-    python research/engine_turns.py --json benchmarks/data/h200/engine_turns_x2.json
+    python research/engine_turns.py --json benchmarks/data/h200/vllm_turns_x2.json
 
 vLLM must be importable. Both start at once; then no other load and no other clock falls on one of them. The model has
 the shape of Llama 3.1 8B and random weights, in bfloat16, and no prefix is kept. A time a token is that of 129 tokens

@@ -15,7 +15,7 @@ two="shared_calls_x2 nccl_memory_x2 tests_progress_x2 programs_x2 sm_wires_x2 ca
     overlap_bound_x2 overlap_scattered_x2 overlap_gathered_x2 overlap_published_x2 stress_x2 faults torch_suite_x2
     tests_cuda_x2 tests_fused_x2 tests_vendor_x2 tests_operations_x2 tests_compile_x2 tests_few_sms_x2 tests_stores_2x1 tests_puts_2x1
     tests_engine_x2 tests_engine_nodes_x2 tests_overlap tests_prefill_overlap tests_process_group_x2
-    tests_frameworks tests_integrations vllm_x2 engine_turns_x2"
+    tests_frameworks tests_integrations vllm_x2 vllm_turns_x2"
 four="x4 fast_x4 slices_x4 fused_x4 operations_x4 reductions_x4 tune_x4 tune_sms_x4 launches_x4 peers_x4 few_sms_x4 few_sms_launches_x4 headers_x4
     engine_8b engine_70b engine_405b engine_8b_x4 engine_70b_x4 engine_405b_4x1 engine_405b_2x2 engine_405b_1x4
     prefill_x4 training_x4 frameworks_x4 generation_x4 process_group_x4 nvrar_2x2 nvrar_4x1 nodes_engine_x4
@@ -452,7 +452,7 @@ for part in "$@"; do
     vllm_x2) # vLLM's engine with and without the plug-in, where it can be imported
         script 590 "$part" research/vllm_engines.py --fault stop --logs "$out" --json "$out/$part.json"
         ;;
-    engine_turns_x2) # our engine beside vLLM's, where it can be imported
+    vllm_turns_x2) # our engine beside vLLM's, where it can be imported
         script 590 "$part" research/engine_turns.py --logs "$out" --json "$out/$part.json"
         ;;
     torch_suite_x[24]) # PyTorch's own suite on GPUs, by our backend and by NCCL's

@@ -101,10 +101,10 @@ def test_a_batch_that_changes_bits_is_seen(outputs: int, monkeypatch: pytest.Mon
     monkeypatch.setattr(batch_invariant_gemm, "num_sms", lambda device: 132)
     monkeypatch.setattr(batch_invariant_gemm, "shared_memory_per_sm", lambda device: 228 << 10)
     monkeypatch.setattr(batch_invariant_gemm, "linear", linear)
-    weight, tiled = torch.randn(outputs, 64).to(BF16), []
+    weight, tiled = torch.randn(outputs, 512, generator=torch.Generator().manual_seed(1)).to(BF16), []
     changed: tuple[int, ...] = ()
     assert not batch_invariant_gemm.differs(weight)
-    parts = skinny_gemm.choose_config(outputs, 64, 2, 1, 132, 228 << 10).split_k
+    parts = skinny_gemm.choose_config(outputs, 512, 2, 1, 132, 228 << 10).split_k
     assert set(tiled) == {None, *batch_invariant_gemm.tiles(parts, 2, 228 << 10)}
     changed = 1, 17, 40
     assert batch_invariant_gemm.differs(weight)

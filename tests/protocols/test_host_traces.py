@@ -562,10 +562,10 @@ CHANGES = {
         "messages",
         Change(
             "send_recv",
-            "        copy(slot + OUTBOX_HEADER_BYTES, x + done, size)\n        sent += 1\n"
-            "        store_release(own + SENT + LINE * peer, sent)\n",
-            "        sent += 1\n        store_release(own + SENT + LINE * peer, sent)\n"
-            "        copy(slot + OUTBOX_HEADER_BYTES, x + done, size)\n",
+            "        copy(slot + layout.OUTBOX_HEADER_BYTES, x + done, size)\n        sent += 1\n"
+            "        store_release(own + layout.SENT + layout.LINE * peer, sent)\n",
+            "        sent += 1\n        store_release(own + layout.SENT + layout.LINE * peer, sent)\n"
+            "        copy(slot + layout.OUTBOX_HEADER_BYTES, x + done, size)\n",
         ),
         "publish sent",
     ),
@@ -578,23 +578,23 @@ CHANGES = {
     ),
     "a sender is a chunk too far ahead": (
         "messages",
-        Change("send_recv", "received, sent - OUTBOX_SLOTS + 1)", "received, sent - OUTBOX_SLOTS)"),
+        Change("send_recv", "received, sent - layout.OUTBOX_SLOTS + 1)", "received, sent - layout.OUTBOX_SLOTS)"),
         "await received",
     ),
     "credit for a message comes before the copy": (
         "messages",
         Change(
             "send_recv",
-            "        copy(out + done, slot + OUTBOX_HEADER_BYTES, size)\n        received += 1\n"
-            "        store_release(own + RECEIVED + LINE * peer, received)\n",
-            "        received += 1\n        store_release(own + RECEIVED + LINE * peer, received)\n"
-            "        copy(out + done, slot + OUTBOX_HEADER_BYTES, size)\n",
+            "        copy(out + done, slot + layout.OUTBOX_HEADER_BYTES, size)\n        received += 1\n"
+            "        store_release(own + layout.RECEIVED + layout.LINE * peer, received)\n",
+            "        received += 1\n        store_release(own + layout.RECEIVED + layout.LINE * peer, received)\n"
+            "        copy(out + done, slot + layout.OUTBOX_HEADER_BYTES, size)\n",
         ),
         "publish received",
     ),
     "one word of a message's header is not compared": (
         "messages",
-        Change("send_recv", " or load(slot + 8) != load(plan + HEADER + 8)", ""),
+        Change("send_recv", " or load(slot + 8) != load(plan + layout.HEADER + 8)", ""),
         "read header",
     ),
 }

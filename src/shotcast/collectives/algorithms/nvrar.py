@@ -177,8 +177,14 @@ def forms_of(
     summed = Form(
         work=work, triton=triton, hosts=hosts, share=slice_in_node, between_nodes=True, divides=True, **others
     )
-    kernels = {"triton": normed_triton, "hosts": normed_hosts, "between_nodes": True}
-    normed = fused_forms(work, lambda problem: problem.topology.shape.ranks_per_node, rows_workspace, **kernels)
+    normed = fused_forms(
+        work,
+        lambda problem: problem.topology.shape.ranks_per_node,
+        rows_workspace,
+        triton=normed_triton,
+        hosts=normed_hosts,
+        between_nodes=True,
+    )
     return {Op.ALL_REDUCE: summed, **normed}
 
 
